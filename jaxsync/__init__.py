@@ -1,0 +1,35 @@
+"""Gradient synchronisation for JAX: a sync plan as data, compiled to all-reduces over a device mesh.
+
+Importing this package starts no backend, no thread, and needs no extra.
+"""
+
+from jaxsync.audit import Audit, audit
+from jaxsync.config import SyncConfig
+from jaxsync.devices import simulate_devices
+from jaxsync.host.launcher import guard_dispatch
+from jaxsync.ingraph.grads import global_norm, sync_gradients, value_and_grad
+from jaxsync.ingraph.transform import clip_by_global_norm, synchronize
+from jaxsync.mesh import make_mesh
+from jaxsync.plan import SyncPlan, make_plan
+from jaxsync.step import TrainState, TrainStep, make_train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Audit",
+    "SyncConfig",
+    "SyncPlan",
+    "TrainState",
+    "TrainStep",
+    "audit",
+    "clip_by_global_norm",
+    "global_norm",
+    "guard_dispatch",
+    "make_mesh",
+    "make_plan",
+    "make_train_step",
+    "simulate_devices",
+    "sync_gradients",
+    "synchronize",
+    "value_and_grad",
+]

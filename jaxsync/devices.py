@@ -1,0 +1,92 @@
+"""Simulated CPU devices, and a runtime thread pool that cannot starve them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+import jax
+
+from jaxsync.errors import BackendStartedError
+
+# XLA's CPU runtime runs every device's share of a program on one pool. A collective parks one thread a
+# device until all have come, so a pool of fewer threads than devices in flight waits for itself. Twice the
+# devices was measured to be enough, with the launcher's window on top. Read once, when the backend starts.
+_POOL_SIZE = "PJRT_NPROC"
+_THREADS_A_DEVICE = 2
+
+_simulated: int | None = None  # written by simulate_devices alone, on the thread that sets the process up
+
+
+def simulate_devices(n: int) -> None:
+    """Gives this process `n` CPU devices, whatever it has.
+
+    Call it once, before the first use of JAX. It starts no backend itself. Calling it again with the same
+    `n` does nothing, so a notebook cell can be re-run.
+
+    Args:
+        n: How many devices, 1 or more.
+
+    Raises:
+        BackendStartedError: JAX has made its devices already, and not these; or another `n` was asked for
+            before. The process never continues with fewer devices than asked.
+
+    >>> import jaxsync, jax
+    >>> jaxsync.simulate_devices(8)
+    >>> len(jax.devices())
+    8
+    """
+    global _simulated
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"simulate_devices needs a number of devices, 1 or more; got {n!r}")
+    if _simulated == n:
+        return
+    if _simulated is not None:
+        raise BackendStartedError(asked=n, found=f"simulate_devices({_simulated}) was called before")
+    if _has_backend_started():
+        _check_started_backend(n)
+    else:
+        os.environ[_POOL_SIZE] = str(max(_THREADS_A_DEVICE * n, _num_pool_threads()))
+        if not jax.config.jax_platforms:
+            jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", n)
+    _simulated = n
+
+
+def _num_pool_threads() -> int:
+    value = os.environ.get(_POOL_SIZE, "")
+    return int(value) if value.isdigit() else os.cpu_count() or 1
+
+
+def _has_backend_started() -> bool:
+    # JAX has no public question for this, but refuses to change this setting once the backend is up.
+    count = jax.config.jax_num_cpu_devices
+    try:
+        jax.config.update("jax_num_cpu_devices", count + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def _check_started_backend(n: int) -> None:
+    devices = jax.devices()
+    platform, count = devices[0].platform, len(devices)
+    if platform == "cpu" and count == n and _num_pool_threads() >= _THREADS_A_DEVICE * n:
+        return
+    found = f"JAX has already started with {count} {platform} device{'s' * (count != 1)}"
+    if platform == "cpu" and count == n:
+        found += f" on a pool of {_num_pool_threads()} threads, which can starve"
+    raise BackendStartedError(asked=n, found=found, causes=tuple(_likely_causes()))
+
+
+def _likely_causes() -> list[str]:
+    holders = [
+        f"module {name!r} holds the array {attribute!r}, made when it was imported or run"
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.split(".")[0] not in ("jax", "jaxlib")
+        for attribute, value in list(vars(module).items())
+        if isinstance(value, jax.Array)
+    ]
+    return holders or ["something has listed the devices (jax.devices()) or run a JAX operation"]

@@ -1,0 +1,396 @@
+"""Every exception jaxsync raises.
+
+    JaxsyncError
+    ├── ConfigError            (ValueError)           a configuration that cannot be meant
+    ├── MissingExtraError      (ImportError)          an optional dependency is not installed
+    ├── BackendStartedError    (RuntimeError)         devices asked for after JAX had made its own
+    ├── DeviceCountError       (RuntimeError)         fewer devices than the mesh needs
+    ├── MeshError              (ValueError)           an axis the mesh does not have, or has in another size
+    ├── RegistrationError      (ValueError)           a leaf that is no array
+    ├── SpecError              (ValueError)           a PartitionSpec that does not fit its leaf or the mesh
+    ├── DataShardedError       (NotImplementedError)  a parameter sharded over a data axis
+    ├── ReplicaMismatchError   (ValueError)           replicas of one array that hold different values
+    ├── GradientTreeError      (ValueError)           gradients that do not fit the plan
+    ├── UnboundAxisError       (NameError)            a collective outside shard_map and pmap
+    ├── AlreadyReducedError    (ValueError)           gradients that were summed before
+    ├── NotReducedError        (ValueError)           gradients that should have been summed before
+    ├── UncheckedModelError    (ValueError)           model parallelism that JAX cannot check
+    ├── LossError              (ValueError)           a loss function that returns something else
+    ├── BatchError             (ValueError)           a batch that cannot be divided
+    └── DispatchError          (ValueError)           a dispatch window that cannot work
+
+Each class owns its text: what happened, where (one line a place), and what to do. A raise gives only
+the facts, as keyword fields, which stay readable on the exception and survive pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+_MAX_PLACES = 8  # enough to see the pattern; a tree of 10,000 leaves must not flood a terminal
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _rebuild(cls: type[JaxsyncError], facts: dict[str, Any]) -> JaxsyncError:
+    return cls(**facts)
+
+
+class JaxsyncError(Exception):
+    """Base of all errors of jaxsync: what happened, where, what to do."""
+
+    def what(self) -> str:
+        """One sentence: what happened."""
+        raise NotImplementedError
+
+    def places(self) -> Sequence[str]:
+        """One line for each place (leaf path, device, axis) that is at fault."""
+        return ()
+
+    def fix(self) -> str:
+        """What the reader should do."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        places = list(self.places())
+        lines = [self.what()]
+        lines += [f"  - {place}" for place in places[:_MAX_PLACES]]
+        if len(places) > _MAX_PLACES:
+            lines.append(f"  - and {len(places) - _MAX_PLACES} more")
+        lines.append(f"To fix it: {self.fix()}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception pickles as cls(*args); ours are made from keywords only.
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return _rebuild, (type(self), facts)
+
+
+# Exceptions cannot be frozen: Python itself sets __traceback__ and __cause__ on them.
+_error = dataclass(eq=False, kw_only=True, repr=False)
+
+
+@_error
+class ConfigError(JaxsyncError, ValueError):
+    """A configuration that cannot be meant. `problems` has one line for each key at fault."""
+
+    source: str
+    problems: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"The configuration in {self.source} is not valid."
+
+    def places(self) -> Sequence[str]:
+        return self.problems
+
+    def fix(self) -> str:
+        return "correct the keys above; `jaxsync.SyncConfig` documents every key of the sync table."
+
+
+@_error
+class MissingExtraError(JaxsyncError, ImportError):
+    """An optional dependency is not installed."""
+
+    feature: str
+    package: str
+    extra: str
+
+    def what(self) -> str:
+        return f"{self.feature} needs the package {self.package!r}, which is not installed."
+
+    def fix(self) -> str:
+        return f"pip install 'jaxsync[{self.extra}]'"
+
+
+@_error
+class BackendStartedError(JaxsyncError, RuntimeError):
+    """Simulated devices were asked for after JAX had already made its devices."""
+
+    asked: int
+    found: str
+    causes: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        return f"Cannot simulate {self.asked} CPU devices: {self.found}."
+
+    def places(self) -> Sequence[str]:
+        return self.causes
+
+    def fix(self) -> str:
+        return (
+            "call jaxsync.simulate_devices(n) once, before anything makes an array or lists devices, and "
+            "restart the process (in Jupyter: the kernel). JAX_DEBUG_LOG_MODULES=jax._src.xla_bridge shows "
+            "when the backend starts."
+        )
+
+
+@_error
+class DeviceCountError(JaxsyncError, RuntimeError):
+    """Fewer devices than the mesh needs."""
+
+    asked: int
+    found: int
+    platform: str
+
+    def what(self) -> str:
+        return f"The mesh needs {self.asked} devices; JAX has {self.found} ({self.platform})."
+
+    def fix(self) -> str:
+        return (
+            f"make a smaller mesh, or simulate the devices: jaxsync.simulate_devices({self.asked}) "
+            "before the first use of JAX."
+        )
+
+
+@_error
+class MeshError(JaxsyncError, ValueError):
+    """An axis that the mesh does not have, or has in another size. `problems`: one line an axis."""
+
+    mesh: str
+    problems: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"The mesh ({self.mesh}) does not fit."
+
+    def places(self) -> Sequence[str]:
+        return self.problems
+
+    def fix(self) -> str:
+        return "make the plan for the mesh it runs on: SyncConfig(axis=...) names the data axes of that mesh."
+
+
+@_error
+class RegistrationError(JaxsyncError, ValueError):
+    """A leaf that is no array. `leaves`: path and type of each."""
+
+    leaves: tuple[tuple[str, str], ...]
+
+    def what(self) -> str:
+        return f"{len(self.leaves)} leaves of the parameter tree are no arrays."
+
+    def places(self) -> Sequence[str]:
+        return [f"params{path} is a {kind}" for path, kind in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "register arrays or jax.ShapeDtypeStructs only: wrap numbers in jnp.asarray, and take functions "
+            "and strings out of the tree (equinox: eqx.filter(model, eqx.is_array))."
+        )
+
+
+@_error
+class SpecError(JaxsyncError, ValueError):
+    """A PartitionSpec that does not fit its leaf or the mesh. `leaves`: path, shape, spec, reason."""
+
+    leaves: tuple[tuple[str, str, str, str], ...]
+
+    def what(self) -> str:
+        return f"{len(self.leaves)} partition specs do not fit."
+
+    def places(self) -> Sequence[str]:
+        return [f"params{path} {shape} with {spec}: {reason}" for path, shape, spec, reason in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "give each leaf a PartitionSpec of at most its rank, whose axes are in the mesh, used once, and "
+            "whose sizes divide the dims; `specs` may be a prefix of the parameter tree."
+        )
+
+
+@_error
+class DataShardedError(JaxsyncError, NotImplementedError):
+    """A parameter that is sharded over a data axis. `leaves`: path and spec of each."""
+
+    leaves: tuple[tuple[str, str], ...]
+    axes: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"Parameters sharded over a data axis ({_names(self.axes)}) are not supported yet."
+
+    def places(self) -> Sequence[str]:
+        return [f"params{path} with {spec}" for path, spec in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "replicate these leaves over the data axes: pass specs=jax.sharding.PartitionSpec(), or place "
+            "the arrays without that axis."
+        )
+
+
+@_error
+class ReplicaMismatchError(JaxsyncError, ValueError):
+    """Replicas of one array that hold different values. `leaves`: path and the two devices."""
+
+    leaves: tuple[tuple[str, str, str], ...]
+
+    def what(self) -> str:
+        return f"{len(self.leaves)} arrays claim to be replicated, but their replicas differ."
+
+    def places(self) -> Sequence[str]:
+        return [f"params{path}: {first} and {second} differ" for path, first, second in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "start every device from the same values: build the array from one host copy with "
+            "jax.device_put(value, NamedSharding(mesh, spec))."
+        )
+
+
+@_error
+class GradientTreeError(JaxsyncError, ValueError):
+    """Gradients that do not fit the plan. `problems`: one line a leaf."""
+
+    problems: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"{len(self.problems)} gradients do not fit the plan."
+
+    def places(self) -> Sequence[str]:
+        return self.problems
+
+    def fix(self) -> str:
+        return (
+            "pass the gradients of the tree the plan was made for, with its shapes and dtypes; make a new "
+            "plan when the parameters change."
+        )
+
+
+@_error
+class UnboundAxisError(JaxsyncError, NameError):
+    """A collective was asked for where its mesh axis does not exist."""
+
+    function: str
+    axes: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"{self.function} reduces over {_names(self.axes)}, which is not bound here."
+
+    def fix(self) -> str:
+        return (
+            "call it inside jax.shard_map over the plan's mesh, or inside jax.pmap(axis_name=...). Under "
+            "plain jit on a sharded batch, gradients are global already and need no sync."
+        )
+
+
+@_error
+class AlreadyReducedError(JaxsyncError, ValueError):
+    """Gradients that were summed over the data axis before. `leaves`: their paths."""
+
+    leaves: tuple[str, ...]
+    axes: tuple[str, ...]
+
+    def what(self) -> str:
+        return (
+            f"{len(self.leaves)} gradients are already reduced over {_names(self.axes)}: reducing them "
+            "again would multiply them by the number of devices, silently."
+        )
+
+    def places(self) -> Sequence[str]:
+        return [f"grads{path}" for path in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "under shard_map(check_vma=True), jax.grad with respect to replicated parameters sums the "
+            "gradients itself. Differentiate with jaxsync.value_and_grad(loss_fn, plan), which syncs too; "
+            "or make the parameters varying before jax.grad: "
+            f"jax.lax.pcast(params, {self.axes!r}, to='varying'). Sync once only."
+        )
+
+
+@_error
+class NotReducedError(JaxsyncError, ValueError):
+    """Gradients that still differ from device to device. `leaves`: their paths."""
+
+    function: str
+    leaves: tuple[str, ...]
+    axes: tuple[str, ...]
+
+    def what(self) -> str:
+        return (
+            f"{self.function} needs synced gradients; {len(self.leaves)} still vary over {_names(self.axes)}, "
+            "so each device would get another norm."
+        )
+
+    def places(self) -> Sequence[str]:
+        return [f"grads{path}" for path in self.leaves]
+
+    def fix(self) -> str:
+        return "sync first: jaxsync.sync_gradients(grads, plan), or put jaxsync.synchronize(plan) before it."
+
+
+@_error
+class UncheckedModelError(JaxsyncError, ValueError):
+    """A loss that communicates over a model axis where JAX cannot check its gradient."""
+
+    axes: tuple[str, ...]
+    primitives: tuple[str, ...]
+
+    def what(self) -> str:
+        return (
+            f"The loss communicates over {_names(self.axes)} ({', '.join(self.primitives)}) without "
+            "check_vma: JAX would multiply gradients by the size of that axis."
+        )
+
+    def fix(self) -> str:
+        return (
+            "use jax.shard_map(..., check_vma=True), where gradients across a model axis are right; or "
+            "wrap the communication in jax.custom_vjp with the backward rule you mean."
+        )
+
+
+@_error
+class LossError(JaxsyncError, ValueError):
+    """A loss function that returns something else than it should."""
+
+    got: str
+    wanted: str
+
+    def what(self) -> str:
+        return f"loss_fn returned {self.got}; wanted {self.wanted}."
+
+    def fix(self) -> str:
+        return (
+            "return a real scalar, the mean over this device's rows. weighted=True: (loss, weight); "
+            "has_aux=True: (loss, aux), or ((loss, weight), aux) with both."
+        )
+
+
+@_error
+class BatchError(JaxsyncError, ValueError):
+    """A batch that cannot be divided. `leaves`: path, shape, reason."""
+
+    leaves: tuple[tuple[str, str, str], ...]
+    divisor: int
+
+    def what(self) -> str:
+        return f"The batch cannot be divided into {self.divisor} equal parts (devices x accumulate)."
+
+    def places(self) -> Sequence[str]:
+        return [f"batch{path} {shape}: {reason}" for path, shape, reason in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            f"make the leading dim of every batch leaf a multiple of {self.divisor}; to keep all rows, pad "
+            "the last batch and give the padding weight 0 with weighted=True."
+        )
+
+
+@_error
+class DispatchError(JaxsyncError, ValueError):
+    """A dispatch window that cannot work."""
+
+    asked: str
+    limit: int
+
+    def what(self) -> str:
+        return f"max_in_flight={self.asked} is not between 1 and {self.limit} (on CPU)."
+
+    def fix(self) -> str:
+        return (
+            f"leave it out (8 on CPU, no window on accelerators): more than {self.limit} un-awaited "
+            "programs with collectives abort the process on CPU."
+        )

@@ -1,0 +1,1 @@
+"""What is traced into the user's step: collectives and nothing else."""

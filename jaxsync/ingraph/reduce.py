@@ -1,0 +1,146 @@
+"""Packing gradients into buckets, and the only call of a collective on gradients.
+
+All arithmetic that is the same for every gradient (casts, weights, the division by the number of devices,
+the finite check) is done on buckets, so that it costs an operation a bucket and not one a leaf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsync.buckets import Bucket
+from jaxsync.plan import SyncPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cargo:
+    """What one operand of the all-reduce carries: one leaf as it is, or several, flattened."""
+
+    bucket: Bucket
+    leaves: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def make_manifest(plan: SyncPlan, leaves: Sequence[jax.Array]) -> tuple[Cargo, ...]:
+    """How these gradients fill the plan's buckets.
+
+    A bucket is split where its leaves cannot be one flat array: they are in different states over a reduce
+    axis (varying and unreduced), or sharded over an axis that is not manual here, where flattening would
+    move data between devices.
+    """
+    return tuple(
+        Cargo(bucket=bucket, leaves=group, shapes=tuple(leaves[i].shape for i in group))
+        for bucket in plan.buckets
+        for group in _groups(plan, bucket, leaves)
+    )
+
+
+def _groups(plan: SyncPlan, bucket: Bucket, leaves: Sequence[jax.Array]) -> list[tuple[int, ...]]:
+    if not bucket.is_fused:
+        return [bucket.leaves]
+    groups: dict[object, list[int]] = {}
+    for i in bucket.leaves:
+        is_local = leaves[i].shape == plan.leaves[i].local_shape
+        groups.setdefault(jax.typeof(leaves[i]).manual_axis_type if is_local else i, []).append(i)
+    return [tuple(group) for group in groups.values()]
+
+
+def pack(manifest: Sequence[Cargo], leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """One array a cargo, in its bucket's wire dtype."""
+    return [_pack_one(cargo, leaves) for cargo in manifest]
+
+
+def _pack_one(cargo: Cargo, leaves: Sequence[jax.Array]) -> jax.Array:
+    if len(cargo.leaves) == 1:
+        return leaves[cargo.leaves[0]].astype(cargo.bucket.dtype)
+    return jnp.concatenate([leaves[i].ravel() for i in cargo.leaves]).astype(cargo.bucket.dtype)
+
+
+def unpack(
+    manifest: Sequence[Cargo], packed: Sequence[jax.Array], leaves: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """`leaves` with every packed leaf replaced; what no cargo carries stays as it is."""
+    result = list(leaves)
+    for cargo, array in zip(manifest, packed, strict=True):
+        if len(cargo.leaves) == 1:
+            result[cargo.leaves[0]] = array
+            continue
+        offset = 0
+        for i, shape in zip(cargo.leaves, cargo.shapes, strict=True):
+            size = math.prod(shape)
+            result[i] = lax.slice(array, (offset,), (offset + size,)).reshape(shape)
+            offset += size
+    return result
+
+
+def all_reduce(
+    manifest: Sequence[Cargo],
+    packed: Sequence[jax.Array],
+    riders: Sequence[jax.Array],
+    rider_axes: Sequence[str],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The sums over devices of packed gradients, and of small values that ride along.
+
+    Collectives: one all-reduce for each set of axes and dtype, riders included: operands of one call with
+    the same axes and dtype leave XLA as one instruction.
+    """
+    axes_of = [cargo.bucket.reduce_axes for cargo in manifest] + [tuple(rider_axes)] * len(riders)
+    operands = [*packed, *riders]
+    summed: list[jax.Array] = list(operands)
+    for axes in dict.fromkeys(axes_of):
+        chosen = [k for k, own in enumerate(axes_of) if own == axes]
+        for k, value in zip(chosen, lax.psum([operands[k] for k in chosen], axes), strict=True):
+            summed[k] = value
+    return summed[: len(packed)], summed[len(packed) :]
+
+
+def scale_before(plan: SyncPlan, manifest: Sequence[Cargo], packed: Sequence[jax.Array]) -> list[jax.Array]:
+    """Packed gradients that a sum over all devices cannot overflow by their number alone.
+
+    Only what travels as float16 needs it: the largest float16 is 65,504, a few gradients away.
+    """
+    scale = 1 / plan.num_replicas
+    return [
+        array * array.dtype.type(scale) if cargo.bucket.dtype == "float16" else array
+        for cargo, array in zip(manifest, packed, strict=True)
+    ]
+
+
+def finish(
+    plan: SyncPlan, manifest: Sequence[Cargo], summed: Sequence[jax.Array], divisor: jax.Array | int
+) -> list[jax.Array]:
+    """Sums over devices divided by `divisor`, in their leaves' own dtype."""
+    return [_finish_one(plan, cargo, array, divisor) for cargo, array in zip(manifest, summed, strict=True)]
+
+
+def _finish_one(plan: SyncPlan, cargo: Cargo, array: jax.Array, divisor: jax.Array | int) -> jax.Array:
+    if cargo.bucket.dtype == "float16":  # undoes scale_before
+        factor = jnp.asarray(plan.num_replicas / divisor)
+        array = array * factor.astype(array.dtype)
+    elif not isinstance(divisor, int):
+        array = array / divisor.astype(array.dtype)
+    elif divisor != 1:
+        array = array / array.dtype.type(divisor)
+    return array.astype(cargo.bucket.leaf_dtype)
+
+
+def agree(flag: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Whether `flag` holds on every device along `axes`.
+
+    Collectives: one all-reduce of one element if there are axes, else none.
+    """
+    return lax.pmin(flag.astype(jnp.int32), tuple(axes)) == 1 if axes else flag
+
+
+def sum_over(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum of `x` over devices along `axes`.
+
+    Collectives: one all-reduce if there are axes, else none.
+    """
+    return lax.psum(x, tuple(axes)) if axes else x

@@ -1,0 +1,87 @@
+"""Putting trees on a mesh, and refusing what claims to be there and is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxsync.errors import BatchError, MeshError, ReplicaMismatchError
+from jaxsync.mesh import format_mesh
+from jaxsync.plan import SyncPlan
+
+
+def concrete_mesh(plan: SyncPlan) -> Mesh:
+    """The plan's mesh, which must have devices.
+
+    Raises:
+        MeshError: It is an `AbstractMesh`.
+    """
+    if not isinstance(plan.mesh, Mesh):
+        problem = "it is an AbstractMesh: there are no devices to run on"
+        raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
+    return plan.mesh
+
+
+def check_replicas_equal(tree: Any) -> None:
+    """Refuses arrays whose replicas hold different bits (NaNs of equal bits are equal).
+
+    Reads every addressable shard of every array that has replicas; arrays that live once cost nothing.
+
+    Raises:
+        ReplicaMismatchError: Names each such leaf and two devices that differ.
+    """
+    found = [
+        (jax.tree_util.keystr(path), *devices)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if (devices := _differing_devices(leaf))
+    ]
+    if found:
+        raise ReplicaMismatchError(leaves=tuple(found))
+
+
+def _differing_devices(leaf: Any) -> tuple[str, str] | None:
+    if (
+        not isinstance(leaf, jax.Array)
+        or isinstance(leaf, jax.core.Tracer)
+        or len(leaf.sharding.device_set) == 1
+    ):
+        return None
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    first: dict[str, tuple[jax.Device, bytes]] = {}
+    for shard in leaf.addressable_shards:
+        bits = np.asarray(shard.data).tobytes()
+        device, expected = first.setdefault(str(shard.index), (shard.device, bits))
+        if bits != expected:
+            return str(device), str(shard.device)
+    return None
+
+
+def place_leaves(leaves: Sequence[Any], plan: SyncPlan) -> list[Any]:
+    """Parameter leaves, in plan order, on the plan's mesh as their specs say. May share buffers."""
+    mesh = concrete_mesh(plan)
+    return list(jax.device_put(list(leaves), [NamedSharding(mesh, leaf.spec) for leaf in plan.leaves]))
+
+
+def check_batch(batch: Any, divisor: int) -> None:
+    """Refuses a batch whose leading dims are no multiples of `divisor`. Scalars go to every device.
+
+    Raises:
+        BatchError: Names each such leaf.
+    """
+    bad = [
+        (jax.tree_util.keystr(path), str(np.shape(leaf)), f"{np.shape(leaf)[0]} rows are no multiple of it")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if np.ndim(leaf) and np.shape(leaf)[0] % divisor
+    ]
+    if bad:
+        raise BatchError(leaves=tuple(bad), divisor=divisor)
+
+
+def batch_spec(leaf: Any, plan: SyncPlan) -> PartitionSpec:
+    """How one batch leaf is divided: by its leading dim over the data axes; a scalar not at all."""
+    return plan.batch_spec if np.ndim(leaf) else PartitionSpec()

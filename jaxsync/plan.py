@@ -1,0 +1,161 @@
+"""SyncPlan: everything a sync needs to know, as data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxsync.buckets import Bucket, make_buckets
+from jaxsync.config import SyncConfig
+from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh
+from jaxsync.params import Leaf, make_leaves
+from jaxsync.report import format_bytes, format_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SyncPlan:
+    """What is synced, over which axes, in which buckets. Immutable, and holds no array.
+
+    Two plans are equal if their fingerprints and meshes are; a plan can be a static argument of `jit`.
+
+    Attributes:
+        mesh: The mesh it was made for.
+        config: The config it was made with.
+        leaves: One `Leaf` for each leaf of the tree, in tree order.
+        buckets: What travels together, in launch order.
+        treedef: The structure of the registered tree.
+        fingerprint: SHA-256 over the table, the axes, the config and the buckets; equal in every process
+            that registers the same tree in the same way.
+    """
+
+    mesh: AnyMesh
+    config: SyncConfig
+    leaves: tuple[Leaf, ...]
+    buckets: tuple[Bucket, ...]
+    treedef: jax.tree_util.PyTreeDef
+    fingerprint: str = field(repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SyncPlan):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The mesh axes that carry the batch."""
+        return self.config.axes
+
+    @property
+    def num_replicas(self) -> int:
+        """How many gradients are summed into one: the product of the data axes."""
+        sizes = axis_sizes(self.mesh)
+        total = 1
+        for axis in self.data_axes:
+            total *= sizes[axis]
+        return total
+
+    @property
+    def specs(self) -> Any:
+        """The registered tree with a `PartitionSpec` at each leaf."""
+        return jax.tree.unflatten(self.treedef, [leaf.spec for leaf in self.leaves])
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """How the leading dim of a batch is divided: over all data axes."""
+        return PartitionSpec(self.data_axes)
+
+    @property
+    def num_all_reduces(self) -> int:
+        """All-reduces of one sync in a compiled program: one for each dtype and set of axes.
+
+        Buckets of one dtype and one set of axes leave in one call, and XLA compiles them to one collective
+        with several operands (on accelerators, to more if they are larger than its combiner's limit).
+        """
+        return len({(bucket.reduce_axes, bucket.dtype) for bucket in self.buckets})
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes one device hands to the collectives of one sync."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def __str__(self) -> str:
+        header = ["bucket", "leaves", "axes", "wire", "elements", "bytes", "first leaf"]
+        rows = [self._row(index, bucket) for index, bucket in enumerate(self.buckets)]
+        passed = sum(not leaf.is_synced for leaf in self.leaves)
+        summary = (
+            f"{len(self.leaves)} leaves ({passed} pass through), {len(self.buckets)} buckets, "
+            f"{self.num_all_reduces} all-reduces, {format_bytes(self.num_bytes)} a step and device"
+        )
+        title = f"SyncPlan over mesh ({format_mesh(self.mesh)}), {self.config.reduce} over {self.data_axes}"
+        return "\n".join([title, format_table(header, rows), summary, f"fingerprint {self.fingerprint[:16]}"])
+
+    def _row(self, index: int, bucket: Bucket) -> list[str]:
+        wire = bucket.dtype if bucket.dtype == bucket.leaf_dtype else f"{bucket.leaf_dtype} as {bucket.dtype}"
+        return [
+            str(index),
+            str(len(bucket.leaves)),
+            ",".join(bucket.reduce_axes),
+            wire,
+            str(bucket.num_elements),
+            format_bytes(bucket.num_bytes),
+            self.leaves[bucket.leaves[0]].path,
+        ]
+
+
+def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig | None = None) -> SyncPlan:
+    """The plan that syncs the gradients of `params` over `mesh`.
+
+    Pure: traces nothing, starts nothing, reads no array's values and keeps none alive.
+
+    Args:
+        params: A pytree of arrays or `jax.ShapeDtypeStruct`s with global shapes.
+        mesh: Any `jax.sharding.Mesh` (Auto or Explicit) or `AbstractMesh`.
+        specs: A prefix pytree of `PartitionSpec`. By default arrays that are placed on such a mesh keep
+            their spec, and all others are replicated.
+        config: Default `SyncConfig()`.
+
+    Raises:
+        MeshError: The mesh lacks a data axis of the config.
+        RegistrationError: A leaf is no array.
+        SpecError: A spec does not fit its leaf, the mesh or the tree.
+        DataShardedError: A spec shards a parameter over a data axis.
+
+    >>> import jax, jaxsync
+    >>> mesh = jaxsync.make_mesh({"data": 8})
+    >>> plan = make_plan({"w": jax.ShapeDtypeStruct((3, 2), "float32")}, mesh)
+    >>> plan.num_all_reduces, plan.num_bytes
+    (1, 24)
+    """
+    config = SyncConfig() if config is None else config
+    check_axes(mesh, config.axes)
+    leaves, treedef = make_leaves(params, mesh, specs, config.axes)
+    buckets = make_buckets(leaves, config)
+    return SyncPlan(
+        mesh=mesh,
+        config=config,
+        leaves=leaves,
+        buckets=buckets,
+        treedef=treedef,
+        fingerprint=_fingerprint(mesh, config, leaves, buckets),
+    )
+
+
+def _fingerprint(
+    mesh: AnyMesh, config: SyncConfig, leaves: tuple[Leaf, ...], buckets: tuple[Bucket, ...]
+) -> str:
+    # Canonical text, not hash(): the same in every process whatever its hash seed.
+    parts = {
+        "mesh": list(axis_sizes(mesh).items()),
+        "config": asdict(config),
+        "leaves": [(leaf.path, leaf.shape, leaf.dtype, str(leaf.spec)) for leaf in leaves],
+        "buckets": [bucket.leaves for bucket in buckets],
+    }
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

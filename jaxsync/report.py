@@ -1,0 +1,42 @@
+"""Text forms of plans and audits: plain tables, byte counts people can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A byte count with a binary unit.
+
+    >>> format_bytes(80_000), format_bytes(512), format_bytes(3 << 30)
+    ('78.1 KiB', '512 B', '3.0 GiB')
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest cell; a column of numbers is set to the right.
+
+    >>> print(format_table(["leaf", "bytes"], [["w", "16"], ["bias", "4"]]))
+    leaf  bytes
+    ----  -----
+    w        16
+    bias      4
+    """
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    right = [bool(rows) and all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(cells, widths, right, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])

@@ -1,0 +1,361 @@
+"""TrainStep: forward, backward, sync and optimizer update as one compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsync.errors import LossError, MeshError
+from jaxsync.host.launcher import process_launcher, resolve_window
+from jaxsync.ingraph.grads import (
+    Local,
+    LossFn,
+    Synced,
+    accumulate,
+    is_finite,
+    local_gradients,
+    sync_local,
+)
+from jaxsync.ingraph.match import match_tree
+from jaxsync.mesh import format_mesh
+from jaxsync.placement import batch_spec, check_batch, check_replicas_equal, concrete_mesh, place_leaves
+from jaxsync.plan import SyncPlan
+
+
+class Optimizer(Protocol):
+    """The optax protocol."""
+
+    def init(self, params: Any, /) -> Any:
+        """The optimizer's state for these parameters."""
+
+    def update(self, updates: Any, state: Any, params: Any = None, /) -> tuple[Any, Any]:
+        """Gradients -> updates to add to the parameters, and the next state."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """What a step needs and returns: a plain pytree.
+
+    Attributes:
+        step: int32 scalar, how many batches were seen.
+        params: The parameters, placed on the plan's mesh.
+        opt_state: The optimizer's state; what is shaped like a parameter is sharded like it.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+class TrainStep:
+    """One training step over a mesh. Made by `make_train_step`, whose docstring is its contract."""
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        tx: Optimizer,
+        plan: SyncPlan,
+        *,
+        accumulate: int,
+        donate: bool,
+        transform: str,
+        has_aux: bool,
+        weighted: bool,
+        skip_nonfinite: bool,
+    ) -> None:
+        self.plan = plan
+        self._mesh = concrete_mesh(plan)
+        self._loss_fn = loss_fn
+        self._tx = tx
+        self._accumulate = accumulate
+        self._has_aux = has_aux
+        self._weighted = weighted
+        self._skip_nonfinite = skip_nonfinite
+        self._is_pmap = transform == "pmap"
+        self._shardings = {
+            ndim: NamedSharding(self._mesh, spec)
+            for ndim, spec in ((0, PartitionSpec()), (1, plan.batch_spec))
+        }
+        self._window = resolve_window(plan.config.max_in_flight, self._mesh.devices.flat[0].platform)
+        self._chosen = [index for index, leaf in enumerate(plan.leaves) if leaf.is_synced]
+        self._compiled = self._make_pmap(donate) if self._is_pmap else self._make_jit(donate)
+
+    def init(self, params: Any) -> TrainState:
+        """The first state: `params` and `tx.init(params)` on the mesh, in buffers of their own.
+
+        The caller's arrays are copied, so that donating the state never deletes them; and a tree that
+        holds one array twice becomes one that holds two.
+
+        Raises:
+            GradientTreeError: `params` is not the tree of the plan.
+            ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
+        """
+        leaves, _ = match_tree(params, self.plan, "params")
+        check_replicas_equal(params)
+        placed = place_leaves(leaves, self.plan)
+        make = jax.jit(self._make_state, out_shardings=self._state_shardings(placed))
+        state: TrainState = make(placed)
+        return state
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The next state, and metrics: see `make_train_step`."""
+        batch = self._place_batch(batch)
+        return process_launcher().launch(
+            lambda: self._compiled(state, batch), self._window, lambda outputs: outputs[1]["loss"]
+        )
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        """The lowered program for these arguments, as `jax.jit(...).lower` gives it."""
+        return self._compiled.lower(state, self._place_batch(batch))
+
+    def _make_state(self, leaves: Sequence[Any]) -> TrainState:
+        # A copy is an operation of the program, so its result is a buffer of its own; the conversion
+        # drops weak types, which would compile the second step anew.
+        own = [_strong_copy(x) for x in leaves]
+        opt_state = self._tx.init(self._trainable(own))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=jax.tree.unflatten(self.plan.treedef, own),
+            opt_state=jax.tree.map(_strong_copy, opt_state),
+        )
+
+    def _trainable(self, leaves: Sequence[Any]) -> Any:
+        """The tree with None for what is not trained, which optimizers take for absent."""
+        chosen = set(self._chosen)
+        values = [value if index in chosen else None for index, value in enumerate(leaves)]
+        return jax.tree.unflatten(self.plan.treedef, values)
+
+    def _state_shardings(self, leaves: Sequence[Any]) -> Any:
+        shapes = jax.eval_shape(self._make_state, leaves)
+        params = {
+            path: leaf
+            for (path, _), leaf in zip(
+                jax.tree_util.tree_leaves_with_path(shapes.params), self.plan.leaves, strict=True
+            )
+        }
+
+        def spec(path: tuple[Any, ...], array: Any) -> NamedSharding:
+            # Optimizers keep trees like the parameters, so a leaf's path ends in its parameter's.
+            ends = (path[start:] for start in range(len(path) + 1))
+            leaf = next((params[end] for end in ends if end in params), None)
+            own = leaf.spec if leaf is not None and leaf.shape == array.shape else PartitionSpec()
+            return NamedSharding(self._mesh, own)
+
+        return jax.tree_util.tree_map_with_path(spec, shapes)
+
+    def _make_jit(self, donate: bool) -> Any:
+        return jax.jit(self._step, donate_argnums=(0,) if donate else ())
+
+    def _make_pmap(self, donate: bool) -> Any:
+        return jax.pmap(
+            self._device_step,
+            axis_name=self.plan.data_axes[0],
+            in_axes=(None, 0),
+            out_axes=(None, None),
+            devices=list(self._mesh.devices.flat),
+            donate_argnums=(0,) if donate else (),
+        )
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Local gradients and their sync on each device's shard; the update on global arrays.
+
+        The update is outside `shard_map` so that an optimizer which looks at whole leaves (norms, factored
+        moments) is right for sharded ones too.
+        """
+        leaf_specs = [leaf.spec for leaf in self.plan.leaves]
+        batch_specs = jax.tree.map(lambda x: batch_spec(x, self.plan), batch)
+        everywhere = PartitionSpec()
+        synced = jax.shard_map(
+            self._sync,
+            mesh=self._mesh,
+            in_specs=(leaf_specs, batch_specs),
+            out_specs=([leaf_specs[i] for i in self._chosen], everywhere),
+        )(jax.tree.leaves(state.params), batch)
+        return self._update(state, *synced)
+
+    def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        return self._update(state, *self._sync(jax.tree.leaves(state.params), batch))
+
+    def _sync(self, leaves: Sequence[Any], batch: Any) -> tuple[list[jax.Array], dict[str, Any]]:
+        """On one device: its rows -> synced gradients of the trained leaves, and metrics."""
+        microbatches = self._split_batch(batch)
+        params = jax.tree.unflatten(self.plan.treedef, leaves)
+
+        def local_fn(microbatch: Any) -> tuple[Local, Any]:
+            return local_gradients(
+                self._loss_fn,
+                self.plan,
+                params,
+                (microbatch,),
+                has_aux=self._has_aux,
+                weighted=self._weighted,
+            )
+
+        local, aux = accumulate(local_fn, microbatches, self._accumulate)
+        _check_aux(aux)
+        synced = sync_local(local, self.plan, jax.tree.leaves(aux))
+        _check_loss_is_whole(synced)
+        metrics = {"loss": synced.loss, "finite": is_finite(synced, self.plan)}
+        if self._has_aux:
+            metrics["aux"] = jax.tree.unflatten(jax.tree.structure(aux), synced.means)
+        return [synced.leaves[i] for i in self._chosen], metrics
+
+    def _split_batch(self, batch: Any) -> Any:
+        k = self._accumulate
+        check_batch(batch, k)
+        return jax.tree.map(
+            lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (k,)),
+            batch,
+        )
+
+    def _update(
+        self, state: TrainState, grads: Sequence[jax.Array], metrics: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        leaves = jax.tree.leaves(state.params)
+        full: list[Any] = [None] * len(leaves)
+        for index, grad in zip(self._chosen, grads, strict=True):
+            full[index] = grad
+        trainable = self._trainable(leaves)
+        updates, opt_state = self._tx.update(
+            jax.tree.unflatten(self.plan.treedef, full), state.opt_state, trainable
+        )
+        for index, update in zip(self._chosen, jax.tree.leaves(updates), strict=True):
+            leaves[index] = (leaves[index] + update).astype(leaves[index].dtype)
+        params = jax.tree.unflatten(self.plan.treedef, leaves)
+        if self._skip_nonfinite:
+            # A select, not a branch: no collective may stand under a flag, and this one is the same on
+            # every device in any case.
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(metrics["finite"], new, old),
+                (params, opt_state),
+                (state.params, state.opt_state),
+            )
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    def _place_batch(self, batch: Any) -> Any:
+        if self._is_pmap:
+            check_batch(batch, self.plan.num_replicas * self._accumulate)
+            return jax.tree.map(self._stack, batch)
+        leaves, treedef = jax.tree.flatten(batch)
+        shardings = self._shardings
+        if all(
+            isinstance(x, jax.Array) and x.sharding == shardings[min(x.ndim, 1)] for x in leaves
+        ):  # as after the first epoch of a loader that places its batches
+            return batch
+        check_batch(batch, self.plan.num_replicas * self._accumulate)
+        return jax.tree.unflatten(
+            treedef, jax.device_put(leaves, [shardings[min(jnp.ndim(x), 1)] for x in leaves])
+        )
+
+    def _stack(self, x: Any) -> Any:
+        n = self.plan.num_replicas
+        shape = jnp.shape(x)
+        if not shape:
+            return jnp.broadcast_to(jnp.asarray(x), (n,))
+        return x.reshape(n, shape[0] // n, *shape[1:])
+
+
+def _strong_copy(x: Any) -> jax.Array:
+    return jnp.copy(lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x)
+
+
+def _check_aux(aux: Any) -> None:
+    wrong = [
+        f"aux{jax.tree_util.keystr(path)}, a {x.dtype} array"
+        for path, x in jax.tree_util.tree_leaves_with_path(aux)
+        if not jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    if wrong:
+        wanted = "real float aux, of which the mean over devices is returned"
+        raise LossError(got=", ".join(wrong[:8]), wanted=wanted)
+
+
+def _check_loss_is_whole(synced: Synced) -> None:
+    axes = sorted(jax.typeof(synced.loss).manual_axis_type.varying)
+    if axes:
+        raise LossError(
+            got=f"a loss that differs along {axes}",
+            wanted="one that every model shard agrees on: sum or average it over these axes with jax.lax.psum",
+        )
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    tx: Optimizer,
+    plan: SyncPlan,
+    *,
+    accumulate: int = 1,
+    donate: bool = True,
+    transform: Literal["shard_map", "pmap"] = "shard_map",
+    has_aux: bool = False,
+    weighted: bool = False,
+    skip_nonfinite: bool = True,
+) -> TrainStep:
+    """A compiled data-parallel training step: `state, metrics = step(state, batch)`.
+
+    Start with `state = step.init(params)`. A batch is a pytree of host or device arrays with the global
+    batch as leading dim, divided over the data axes in order; a scalar leaf goes to every device. An
+    un-awaited loop of calls neither hangs nor aborts: see `guard_dispatch`.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` -> the mean loss over the rows it is given, a real scalar; with
+            `weighted` and `has_aux` as for `value_and_grad`.
+        tx: An optimizer of the optax protocol. It sees synced gradients as global arrays, so any optax
+            chain is right; `synchronize` in it is refused, since that would sync twice.
+        plan: From `make_plan`.
+        accumulate: Microbatches a device goes through, one after the other, before the one reduction.
+        donate: Whether the memory of the old state is reused for the new one. The old state is then deleted.
+        transform: `"shard_map"`, or `"pmap"` for a mesh of one axis.
+        has_aux: Whether `loss_fn` returns aux: a tree of real float arrays, whose mean over devices and
+            microbatches (weighted like the loss) is in the metrics.
+        weighted: Whether `loss_fn` returns a weight.
+        skip_nonfinite: Whether a step whose loss or gradients are not finite leaves parameters and optimizer
+            state as they were, on every device alike.
+
+    Returns:
+        A `TrainStep`. Its metrics are `loss` (scalar, reduced as the gradients are), `finite` (bool scalar)
+        and, with `has_aux`, `aux`.
+
+    Collectives: those of `value_and_grad`, whatever `accumulate` is; and, if leaves are sharded over model
+    axes, one all-reduce of one element for `finite`, and what `tx` needs.
+
+    Raises:
+        MeshError: The mesh has no devices; or `transform="pmap"` and it has more than one axis.
+        DispatchError: The config's `max_in_flight` cannot work.
+        BatchError: When called: a batch leaf cannot be divided.
+        LossError: When called: `loss_fn` returns something else.
+
+    >>> import jax, jax.numpy as jnp, optax, jaxsync
+    >>> params = {"w": jnp.zeros(3)}
+    >>> plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8}))
+    >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan)
+    >>> state, metrics = step(step.init(params), {"x": jnp.ones((16, 3)), "y": jnp.ones(16)})
+    >>> float(metrics["loss"]), float(state.params["w"][0])
+    (1.0, 0.20000000298023224)
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"make_train_step needs accumulate >= 1; got {accumulate!r}")
+    if transform not in ("shard_map", "pmap"):
+        raise ValueError(f"make_train_step knows transform 'shard_map' and 'pmap'; got {transform!r}")
+    if transform == "pmap" and len(plan.mesh.axis_names) != 1:
+        problem = "transform='pmap' has one axis: use transform='shard_map'"
+        raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
+    return TrainStep(
+        loss_fn,
+        tx,
+        plan,
+        accumulate=accumulate,
+        donate=donate,
+        transform=transform,
+        has_aux=has_aux,
+        weighted=weighted,
+        skip_nonfinite=skip_nonfinite,
+    )
