@@ -7,7 +7,8 @@ from jaxsync.audit import Audit, audit
 from jaxsync.config import SyncConfig
 from jaxsync.devices import simulate_devices
 from jaxsync.host.launcher import guard_dispatch
-from jaxsync.ingraph.grads import global_norm, sync_gradients, value_and_grad
+from jaxsync.ingraph.grads import sync_gradients, value_and_grad
+from jaxsync.ingraph.norm import global_norm
 from jaxsync.ingraph.transform import clip_by_global_norm, synchronize
 from jaxsync.mesh import make_mesh
 from jaxsync.plan import SyncPlan, make_plan

@@ -48,7 +48,7 @@ def simulate_devices(n: int) -> None:
         _check_started_backend(n)
     else:
         os.environ[_POOL_SIZE] = str(max(_THREADS_A_DEVICE * n, _num_pool_threads()))
-        if not jax.config.jax_platforms:
+        if not jax.config.jax_platforms:  # type: ignore[attr-defined]  # made at run time
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
     _simulated = n
@@ -61,7 +61,7 @@ def _num_pool_threads() -> int:
 
 def _has_backend_started() -> bool:
     # JAX has no public question for this, but refuses to change this setting once the backend is up.
-    count = jax.config.jax_num_cpu_devices
+    count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # made at run time
     try:
         jax.config.update("jax_num_cpu_devices", count + 1)
     except RuntimeError:

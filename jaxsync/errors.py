@@ -27,7 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
+
+E = TypeVar("E", bound="JaxsyncError")
 
 _MAX_PLACES = 8  # enough to see the pattern; a tree of 10,000 leaves must not flood a terminal
 
@@ -70,8 +72,10 @@ class JaxsyncError(Exception):
         return _rebuild, (type(self), facts)
 
 
-# Exceptions cannot be frozen: Python itself sets __traceback__ and __cause__ on them.
-_error = dataclass(eq=False, kw_only=True, repr=False)
+@dataclass_transform(kw_only_default=True, eq_default=False)
+def _error(cls: type[E]) -> type[E]:
+    # Not frozen: Python itself sets __traceback__ and __cause__ on exceptions.
+    return dataclass(eq=False, kw_only=True, repr=False)(cls)
 
 
 @_error
@@ -311,8 +315,8 @@ class NotReducedError(JaxsyncError, ValueError):
 
     def what(self) -> str:
         return (
-            f"{self.function} needs synced gradients; {len(self.leaves)} still vary over {_names(self.axes)}, "
-            "so each device would get another norm."
+            f"{self.function} needs synced gradients; {len(self.leaves)} still vary over "
+            f"{_names(self.axes)}, so each device would get another norm."
         )
 
     def places(self) -> Sequence[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -50,7 +51,7 @@ def _differing_devices(leaf: Any) -> tuple[str, str] | None:
         or len(leaf.sharding.device_set) == 1
     ):
         return None
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     first: dict[str, tuple[jax.Device, bytes]] = {}
     for shard in leaf.addressable_shards:

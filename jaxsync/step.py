@@ -107,9 +107,10 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and metrics: see `make_train_step`."""
         batch = self._place_batch(batch)
-        return process_launcher().launch(
+        result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
             lambda: self._compiled(state, batch), self._window, lambda outputs: outputs[1]["loss"]
         )
+        return result
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """The lowered program for these arguments, as `jax.jit(...).lower` gives it."""
@@ -282,7 +283,7 @@ def _check_loss_is_whole(synced: Synced) -> None:
     if axes:
         raise LossError(
             got=f"a loss that differs along {axes}",
-            wanted="one that every model shard agrees on: sum or average it over these axes with jax.lax.psum",
+            wanted="one that all model shards agree on: sum or average it over these axes with jax.lax.psum",
         )
 
 

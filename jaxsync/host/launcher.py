@@ -145,7 +145,8 @@ class GuardedFunction(Generic[P, R]):
         return resolve_window(self._max_in_flight, jax.default_backend())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        fn: Callable[P, R] = self.__wrapped__  # type: ignore[attr-defined]  # set by update_wrapper
+        """The wrapped call, through the launcher."""
+        fn: Callable[P, R] = self.__wrapped__  # set by update_wrapper
 
         def witness(outputs: R) -> jax.Array | None:
             return smallest_array(outputs, (args, kwargs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxsync.errors import LossError, UnboundAxisError
+from jaxsync.errors import LossError
 from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import (
     check_axes_bound,
     check_not_reduced,
-    check_reduced,
     check_typed_communication,
-    is_bound,
     make_varying,
 )
 from jaxsync.ingraph.match import match_tree
@@ -266,17 +264,21 @@ def accumulate(
     if num_microbatches == 1:
         local, aux = local_fn(first)
         return local, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-    templates: list[Local] = []  # what is static about a Local is the same for each microbatch
+    static: list[tuple[Any, Any, Any]] = []  # the same for each microbatch, and free of the loop's tracers
 
     def body(sums: list[jax.Array], microbatch: Any) -> tuple[list[jax.Array], Any]:
         local, aux = local_fn(microbatch)
-        templates.append(replace(local, packed=[], losses=None, weights=None))  # no tracer leaves the loop
+        static.append((local.manifest, local.passed, local.rebuild))
         weight = None if local.weights is None else local.weights[0]
         return [a + b for a, b in zip(sums, local.packed, strict=True)], (local.losses[0], weight, aux)
 
     zeros = [_zeros(x) for x in jax.eval_shape(lambda batch: local_fn(batch)[0].packed, first)]
     packed, (losses, weights, auxes) = lax.scan(body, zeros, microbatches)
-    return replace(templates[-1], packed=packed, losses=losses, weights=weights), auxes
+    manifest, passed, rebuild = static[-1]
+    total = Local(
+        manifest=manifest, packed=packed, losses=losses, weights=weights, passed=passed, rebuild=rebuild
+    )
+    return total, auxes
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -345,70 +347,3 @@ def is_finite(synced: Synced, plan: SyncPlan) -> jax.Array:
         flag &= jnp.isfinite(array).all()
     used = {axis for leaf in plan.leaves if leaf.is_synced for axis in leaf.spec_axes}
     return reduce.agree(flag, [axis for axis in plan.mesh.axis_names if axis in used])
-
-
-def global_norm(grads: Any, plan: SyncPlan) -> jax.Array:
-    """The 2-norm of all synced gradients together, the same number on every device.
-
-    Right for any mix of replicated and model-sharded leaves, inside `shard_map` and `pmap` (each device
-    holds shards) and outside (global arrays). Leaves that pass through do not count.
-
-    Args:
-        grads: Synced gradients: the tree of the plan.
-        plan: From `make_plan`.
-
-    Returns:
-        A scalar, float32, or float64 if a leaf has 64-bit parts: `sqrt(sum over leaves of sum |g|**2)`.
-
-    Collectives: one all-reduce of one element for each set of model axes that leaves are sharded over.
-
-    Raises:
-        NotReducedError: A gradient still varies over a data axis by its type.
-        UnboundAxisError: A leaf is a shard of its global shape, and its mesh axis is not bound here.
-        GradientTreeError: The tree, a shape or a dtype is not the plan's.
-
-    >>> import jax.numpy as jnp, jaxsync
-    >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}
-    >>> plan = jaxsync.make_plan(grads, jaxsync.make_mesh({"data": 8}))
-    >>> float(jaxsync.global_norm(grads, plan))
-    5.0
-    """
-    leaves, _ = match_tree(grads, plan, "grads")
-    check_reduced(plan.leaves, leaves, "global_norm")
-    squares: dict[tuple[str, ...], list[jax.Array]] = {}
-    for cargo, array in zip(*_packed_wide(plan, leaves), strict=True):
-        axes = _shard_axes(plan, cargo.leaves[0], cargo.shapes[0])
-        squares.setdefault(axes, []).append(jnp.sum(jnp.real(array * jnp.conj(array))))
-    if not squares:
-        return jnp.zeros((), jnp.float32)
-    return jnp.sqrt(sum(reduce.sum_over(sum(parts[1:], parts[0]), axes) for axes, parts in squares.items()))
-
-
-def _packed_wide(plan: SyncPlan, leaves: Sequence[Any]) -> tuple[tuple[reduce.Cargo, ...], list[jax.Array]]:
-    """Packed gradients in at least 32-bit floats: the squares of float16 overflow at 256."""
-    manifest = reduce.make_manifest(plan, leaves)
-    packed = reduce.pack(manifest, leaves)
-    return manifest, [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in packed]
-
-
-def _shard_axes(plan: SyncPlan, index: int, shape: tuple[int, ...]) -> tuple[str, ...]:
-    leaf = plan.leaves[index]
-    if shape == leaf.shape and not any(is_bound(axis) for axis in leaf.spec_axes):
-        return ()  # a global array
-    unbound = tuple(axis for axis in leaf.spec_axes if not is_bound(axis))
-    if unbound and shape == leaf.local_shape:
-        raise UnboundAxisError(function="global_norm", axes=unbound)
-    return tuple(axis for axis in leaf.spec_axes if axis not in unbound)
-
-
-def clip(grads: Any, max_norm: float, plan: SyncPlan) -> Any:
-    """Synced gradients scaled down together so that their global norm is at most `max_norm`."""
-    norm = global_norm(grads, plan)
-    factor = jnp.where(norm > max_norm, max_norm / norm, jnp.ones((), norm.dtype))
-    leaves, rebuild = match_tree(grads, plan, "grads")
-    return rebuild(
-        [
-            (value * factor.astype(jnp.real(value).dtype)).astype(value.dtype) if leaf.is_synced else value
-            for leaf, value in zip(plan.leaves, leaves, strict=True)
-        ]
-    )

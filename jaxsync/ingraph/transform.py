@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxsync.ingraph.grads import clip, sync_gradients
+from jaxsync.ingraph.grads import sync_gradients
+from jaxsync.ingraph.norm import clip
 from jaxsync.plan import SyncPlan
 
 

@@ -1,0 +1,82 @@
+"""The norm of synced gradients, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsync.errors import UnboundAxisError
+from jaxsync.ingraph import reduce
+from jaxsync.ingraph.axes import check_reduced, is_bound
+from jaxsync.ingraph.match import match_tree
+from jaxsync.plan import SyncPlan
+
+
+def global_norm(grads: Any, plan: SyncPlan) -> jax.Array:
+    """The 2-norm of all synced gradients together, the same number on every device.
+
+    Right for any mix of replicated and model-sharded leaves, inside `shard_map` and `pmap` (each device
+    holds shards) and outside (global arrays). Leaves that pass through do not count.
+
+    Args:
+        grads: Synced gradients: the tree of the plan.
+        plan: From `make_plan`.
+
+    Returns:
+        A scalar, float32, or float64 if a leaf has 64-bit parts: `sqrt(sum over leaves of sum |g|**2)`.
+
+    Collectives: one all-reduce of one element for each set of model axes that leaves are sharded over.
+
+    Raises:
+        NotReducedError: A gradient still varies over a data axis by its type.
+        UnboundAxisError: A leaf is a shard of its global shape, and its mesh axis is not bound here.
+        GradientTreeError: The tree, a shape or a dtype is not the plan's.
+
+    >>> import jax.numpy as jnp, jaxsync
+    >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}
+    >>> plan = jaxsync.make_plan(grads, jaxsync.make_mesh({"data": 8}))
+    >>> float(jaxsync.global_norm(grads, plan))
+    5.0
+    """
+    leaves, _ = match_tree(grads, plan, "grads")
+    check_reduced(plan.leaves, leaves, "global_norm")
+    squares: dict[tuple[str, ...], list[jax.Array]] = {}
+    for cargo, array in zip(*_packed_wide(plan, leaves), strict=True):
+        axes = _shard_axes(plan, cargo.leaves[0], cargo.shapes[0])
+        squares.setdefault(axes, []).append(jnp.sum(jnp.real(array * jnp.conj(array))))
+    if not squares:
+        return jnp.zeros((), jnp.float32)
+    return jnp.sqrt(sum(reduce.sum_over(sum(parts[1:], parts[0]), axes) for axes, parts in squares.items()))
+
+
+def _packed_wide(plan: SyncPlan, leaves: Sequence[Any]) -> tuple[tuple[reduce.Cargo, ...], list[jax.Array]]:
+    """Packed gradients in at least 32-bit floats: the squares of float16 overflow at 256."""
+    manifest = reduce.make_manifest(plan, leaves)
+    packed = reduce.pack(manifest, leaves)
+    return manifest, [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in packed]
+
+
+def _shard_axes(plan: SyncPlan, index: int, shape: tuple[int, ...]) -> tuple[str, ...]:
+    leaf = plan.leaves[index]
+    if shape == leaf.shape and not any(is_bound(axis) for axis in leaf.spec_axes):
+        return ()  # a global array
+    unbound = tuple(axis for axis in leaf.spec_axes if not is_bound(axis))
+    if unbound and shape == leaf.local_shape:
+        raise UnboundAxisError(function="global_norm", axes=unbound)
+    return tuple(axis for axis in leaf.spec_axes if axis not in unbound)
+
+
+def clip(grads: Any, max_norm: float, plan: SyncPlan) -> Any:
+    """Synced gradients scaled down together so that their global norm is at most `max_norm`."""
+    norm = global_norm(grads, plan)
+    factor = jnp.where(norm > max_norm, max_norm / norm, jnp.ones((), norm.dtype))
+    leaves, rebuild = match_tree(grads, plan, "grads")
+    return rebuild(
+        [
+            (value * factor.astype(jnp.real(value).dtype)).astype(value.dtype) if leaf.is_synced else value
+            for leaf, value in zip(plan.leaves, leaves, strict=True)
+        ]
+    )
