@@ -58,41 +58,41 @@ def reduce_dtype(dtype: str, config: SyncConfig) -> str:
 
 def make_buckets(leaves: Sequence[Leaf], config: SyncConfig) -> tuple[Bucket, ...]:
     """The buckets of a table, ordered by their first leaf; each synced leaf is in exactly one."""
+    wire = {dtype: reduce_dtype(dtype, config) for dtype in {leaf.dtype for leaf in leaves if leaf.is_synced}}
+    items = {dtype: jnp.dtype(name).itemsize for dtype, name in wire.items()}
+    elements = [math.prod(leaf.local_shape) for leaf in leaves]
     done: list[Bucket] = []
     open_: dict[Hashable, list[int]] = {}
-    wire = {dtype: reduce_dtype(dtype, config) for dtype in {leaf.dtype for leaf in leaves if leaf.is_synced}}
-
-    def num_bytes(index: int) -> int:
-        leaf = leaves[index]
-        return math.prod(leaf.local_shape) * jnp.dtype(wire[leaf.dtype]).itemsize
+    held_bytes: dict[Hashable, int] = {}
 
     def close(indices: list[int]) -> None:
         first = leaves[indices[0]]
+        total = sum(elements[i] for i in indices)
         bucket = Bucket(
             leaves=tuple(indices),
             reduce_axes=first.reduce_axes,
             dtype=wire[first.dtype],
             leaf_dtype=first.dtype,
-            num_elements=sum(math.prod(leaves[i].local_shape) for i in indices),
-            num_bytes=sum(num_bytes(i) for i in indices),
+            num_elements=total,
+            num_bytes=total * items[first.dtype],
         )
         done.append(bucket)
 
     for index, leaf in enumerate(leaves):
         if not leaf.is_synced:
             continue
-        if num_bytes(index) > config.fuse_max_bytes:
+        num_bytes = elements[index] * items[leaf.dtype]
+        if num_bytes > config.fuse_max_bytes:
             close([index])
             continue
         # Leaves sharded over different model axes stay apart: one flat array would vary over all of them.
         key = (leaf.reduce_axes, leaf.dtype, frozenset(leaf.spec_axes))
-        group = open_.get(key, [])
-        held = sum(num_bytes(i) for i in group)
-        if group and (
-            len(group) >= config.bucket_max_leaves or held + num_bytes(index) > config.bucket_max_bytes
-        ):
+        is_full = len(open_.get(key, ())) >= config.bucket_max_leaves
+        if key in open_ and (is_full or held_bytes[key] + num_bytes > config.bucket_max_bytes):
             close(open_.pop(key))
+            held_bytes[key] = 0
         open_.setdefault(key, []).append(index)
+        held_bytes[key] = held_bytes.get(key, 0) + num_bytes
     for group in open_.values():
         close(group)
     return tuple(sorted(done, key=lambda bucket: bucket.leaves[0]))

@@ -10,7 +10,7 @@
     ├── SpecError              (ValueError)           a PartitionSpec that does not fit its leaf or the mesh
     ├── DataShardedError       (NotImplementedError)  a parameter sharded over a data axis
     ├── ReplicaMismatchError   (ValueError)           replicas of one array that hold different values
-    ├── GradientTreeError      (ValueError)           gradients that do not fit the plan
+    ├── TreeMismatchError      (ValueError)           gradients that do not fit the plan
     ├── UnboundAxisError       (NameError)            a collective outside shard_map and pmap
     ├── AlreadyReducedError    (ValueError)           gradients that were summed before
     ├── NotReducedError        (ValueError)           gradients that should have been summed before
@@ -36,6 +36,10 @@ _MAX_PLACES = 8  # enough to see the pattern; a tree of 10,000 leaves must not f
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)
+
+
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _rebuild(cls: type[JaxsyncError], facts: dict[str, Any]) -> JaxsyncError:
@@ -174,7 +178,9 @@ class RegistrationError(JaxsyncError, ValueError):
     leaves: tuple[tuple[str, str], ...]
 
     def what(self) -> str:
-        return f"{len(self.leaves)} leaves of the parameter tree are no arrays."
+        return (
+            f"{_count(len(self.leaves), 'leaf', 'leaves')} of the parameter tree cannot be synced: no array."
+        )
 
     def places(self) -> Sequence[str]:
         return [f"params{path} is a {kind}" for path, kind in self.leaves]
@@ -193,7 +199,7 @@ class SpecError(JaxsyncError, ValueError):
     leaves: tuple[tuple[str, str, str, str], ...]
 
     def what(self) -> str:
-        return f"{len(self.leaves)} partition specs do not fit."
+        return f"{_count(len(self.leaves), 'partition spec does', 'partition specs do')} not fit."
 
     def places(self) -> Sequence[str]:
         return [f"params{path} {shape} with {spec}: {reason}" for path, shape, spec, reason in self.leaves]
@@ -232,7 +238,7 @@ class ReplicaMismatchError(JaxsyncError, ValueError):
     leaves: tuple[tuple[str, str, str], ...]
 
     def what(self) -> str:
-        return f"{len(self.leaves)} arrays claim to be replicated, but their replicas differ."
+        return f"The replicas of {_count(len(self.leaves), 'array', 'arrays')} hold different values."
 
     def places(self) -> Sequence[str]:
         return [f"params{path}: {first} and {second} differ" for path, first, second in self.leaves]
@@ -245,21 +251,21 @@ class ReplicaMismatchError(JaxsyncError, ValueError):
 
 
 @_error
-class GradientTreeError(JaxsyncError, ValueError):
-    """Gradients that do not fit the plan. `problems`: one line a leaf."""
+class TreeMismatchError(JaxsyncError, ValueError):
+    """Gradients or parameters that do not fit the plan. `problems`: one line a leaf."""
 
     problems: tuple[str, ...]
 
     def what(self) -> str:
-        return f"{len(self.problems)} gradients do not fit the plan."
+        return f"{_count(len(self.problems), 'leaf does', 'leaves do')} not fit the plan."
 
     def places(self) -> Sequence[str]:
         return self.problems
 
     def fix(self) -> str:
         return (
-            "pass the gradients of the tree the plan was made for, with its shapes and dtypes; make a new "
-            "plan when the parameters change."
+            "pass the tree the plan was made for, with its shapes and dtypes; make a new plan when the "
+            "parameters change."
         )
 
 
@@ -289,8 +295,8 @@ class AlreadyReducedError(JaxsyncError, ValueError):
 
     def what(self) -> str:
         return (
-            f"{len(self.leaves)} gradients are already reduced over {_names(self.axes)}: reducing them "
-            "again would multiply them by the number of devices, silently."
+            f"{_count(len(self.leaves), 'gradient is', 'gradients are')} already reduced over "
+            f"{_names(self.axes)}: to reduce again would multiply by the number of devices, silently."
         )
 
     def places(self) -> Sequence[str]:
@@ -315,7 +321,8 @@ class NotReducedError(JaxsyncError, ValueError):
 
     def what(self) -> str:
         return (
-            f"{self.function} needs synced gradients; {len(self.leaves)} still vary over "
+            f"{self.function} needs synced gradients; "
+            f"{_count(len(self.leaves), 'gradient still varies', 'gradients still vary')} over "
             f"{_names(self.axes)}, so each device would get another norm."
         )
 

@@ -24,8 +24,8 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
         MeshError: No axis, or a size that is no positive int.
         DeviceCountError: There are fewer devices than the product of the sizes.
 
-    >>> make_mesh({"data": 4, "model": 2}).shape
-    OrderedDict({'data': 4, 'model': 2})
+    >>> format_mesh(make_mesh({"data": 4, "model": 2}))
+    'data=4, model=2'
     """
     problems = [
         f"axis {name!r} has size {size!r}: wanted an int of 1 or more"

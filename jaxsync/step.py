@@ -94,7 +94,7 @@ class TrainStep:
         holds one array twice becomes one that holds two.
 
         Raises:
-            GradientTreeError: `params` is not the tree of the plan.
+            TreeMismatchError: `params` is not the tree of the plan.
             ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
         """
         leaves, _ = match_tree(params, self.plan, "params")
@@ -108,7 +108,7 @@ class TrainStep:
         """The next state, and metrics: see `make_train_step`."""
         batch = self._place_batch(batch)
         result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
-            lambda: self._compiled(state, batch), self._window, lambda outputs: outputs[1]["loss"]
+            lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
         )
         return result
 

@@ -17,11 +17,16 @@ from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from jaxsync.errors import DispatchError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Outputs of one program that are ready when it has finished. One array is enough if the program surely made
+# it; several mean that no single one is sure. None: there was no program.
+Witness = tuple[jax.Array, ...]
 
 CPU_WINDOW = 8
 CPU_LIMIT = 32
@@ -39,20 +44,20 @@ class Launcher:
         # Held while a program is handed to XLA: the order in which devices see programs must be one order.
         self._lock = threading.Lock()
         self._owner: int | None = None  # written by the thread that holds the lock; read by any
-        self._in_flight: deque[jax.Array] = deque()  # guarded by the lock
+        self._in_flight: deque[Witness] = deque()  # oldest first; guarded by the lock
 
     @property
     def num_in_flight(self) -> int:
         """How many launched programs have not been awaited. For reports: it may be old when read."""
         return len(self._in_flight)
 
-    def launch(self, fn: Callable[[], R], window: int | None, witness: Callable[[R], jax.Array | None]) -> R:
+    def launch(self, fn: Callable[[], R], window: int | None, witness: Callable[[R], Witness]) -> R:
         """Calls `fn` with at most `window - 1` programs in flight.
 
         Args:
             fn: Launches one program and returns its outputs.
             window: How many programs may be un-awaited, this one included; None bounds nothing.
-            witness: Outputs -> an array that is ready when the program has finished; None for no program.
+            witness: Outputs of `fn` -> what tells when its program has finished.
 
         Raises:
             Exception: What `fn` raises; or what an earlier program failed with, before `fn` is called.
@@ -63,12 +68,11 @@ class Launcher:
         with self._lock:
             self._owner = me
             try:
-                while window is not None and len(self._in_flight) >= window:
-                    self._await_oldest()
+                if window is not None:
+                    self._make_room(window)
                 result = fn()
-                array = witness(result) if window is not None else None
-                if array is not None:
-                    self._in_flight.append(array)
+                if window is not None and (arrays := witness(result)):
+                    self._in_flight.append(arrays)
                 return result
             finally:
                 self._owner = None
@@ -83,16 +87,27 @@ class Launcher:
             while self._in_flight:
                 self._await_oldest()
 
+    def _make_room(self, window: int) -> None:
+        # A program without a sure witness holds all its outputs, so it is not kept waiting in line.
+        if self._in_flight and len(self._in_flight[-1]) > 1:
+            window = 1
+        while len(self._in_flight) >= window:
+            self._await_oldest()
+
     def _await_oldest(self) -> None:
-        oldest = self._in_flight.popleft()
-        if not _await(oldest):
-            # Its buffer was donated to a later program, whose end tells of its own: wait for all of those.
+        if not _await(self._in_flight.popleft()):
+            # Its buffers were donated to a later program, whose end tells of its own: wait for those.
             while self._in_flight:
                 _await(self._in_flight.popleft())
 
 
-def _await(array: jax.Array) -> bool:
-    """Whether `array` could be waited for; False if its buffer was donated meanwhile."""
+def _await(witness: Witness) -> bool:
+    """Whether any array of it could be waited for; False if all buffers were donated meanwhile."""
+    num_awaited = sum(_await_array(array) for array in witness)  # each of them: any() would stop at one
+    return num_awaited > 0
+
+
+def _await_array(array: jax.Array) -> bool:
     if array.is_deleted():
         return False
     try:
@@ -148,8 +163,8 @@ class GuardedFunction(Generic[P, R]):
         """The wrapped call, through the launcher."""
         fn: Callable[P, R] = self.__wrapped__  # set by update_wrapper
 
-        def witness(outputs: R) -> jax.Array | None:
-            return smallest_array(outputs, (args, kwargs))
+        def witness(outputs: R) -> Witness:
+            return find_witness(outputs, (args, kwargs))
 
         return _LAUNCHER.launch(lambda: fn(*args, **kwargs), self._window, witness)
 
@@ -186,13 +201,16 @@ def guard_dispatch(fn: Callable[P, R], max_in_flight: int | None = None) -> Guar
     return GuardedFunction(fn, max_in_flight)
 
 
-def smallest_array(outputs: Any, inputs: Any = ()) -> jax.Array | None:
-    """The smallest array that the program made: the cheapest to keep, the least likely to be donated.
+def find_witness(outputs: Any, inputs: Any) -> Witness:
+    """The smallest output that the program surely made; all of them if none is sure.
 
-    An input that a jitted function returns comes back at once as the very same array, and tells nothing.
+    An input that a jitted function returns as it is comes back at once, in a new array with the old buffer,
+    and tells nothing; so an output that looks like an input is not sure. The smallest is the cheapest to
+    keep and the least likely to be donated.
     """
-    given = {id(x) for x in jax.tree.leaves(inputs)}
-    made = [x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array) and id(x) not in given]
+    made = [x for x in jax.tree.leaves(outputs) if isinstance(x, jax.Array)]
     if not made or isinstance(made[0], jax.core.Tracer):
-        return None
-    return min(made, key=lambda array: array.size)
+        return ()
+    given = {(x.shape, x.dtype) for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array | np.ndarray)}
+    sure = [x for x in made if (x.shape, x.dtype) not in given]
+    return (min(sure, key=lambda array: array.size),) if sure else tuple(made)

@@ -45,7 +45,7 @@ def sync_gradients(grads: Any, plan: SyncPlan) -> Any:
 
     Raises:
         AlreadyReducedError: A gradient is the same on all devices by its type: it was summed before.
-        GradientTreeError: The tree, a shape or a dtype is not the plan's.
+        TreeMismatchError: The tree, a shape or a dtype is not the plan's.
         UnboundAxisError: A data axis is not bound here.
         MeshError: A data axis has another size here.
 
@@ -99,14 +99,15 @@ def value_and_grad(
     Raises:
         LossError: `loss_fn` returns something else.
         UncheckedModelError: `loss_fn` communicates over a model axis without `check_vma`.
-        GradientTreeError: `params` is not the tree of the plan.
+        TreeMismatchError: `params` is not the tree of the plan.
         UnboundAxisError: A data axis is not bound here.
         MeshError: A data axis has another size here.
 
     >>> import jax, jax.numpy as jnp, jaxsync
     >>> plan = jaxsync.make_plan({"w": jnp.zeros(())}, jaxsync.make_mesh({"data": 4}))
     >>> step = jaxsync.value_and_grad(lambda params, x: params["w"] * x, plan)
-    >>> loss, grads = jax.vmap(step, in_axes=(None, 0), axis_name="data")({"w": 2.0}, jnp.arange(4.0))
+    >>> run = jax.vmap(step, in_axes=(None, 0), axis_name="data")
+    >>> loss, grads = run({"w": jnp.float32(2)}, jnp.arange(4.0))
     >>> float(loss[0]), float(grads["w"][0])
     (3.0, 1.5)
     """

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsync.errors import GradientTreeError
+from jaxsync.errors import TreeMismatchError
 from jaxsync.ingraph.axes import is_bound
 from jaxsync.mesh import axis_sizes
 from jaxsync.params import Leaf, local_shape
@@ -23,7 +23,7 @@ def match_tree(tree: Any, plan: SyncPlan, name: str) -> tuple[list[Any], Rebuild
     A leaf that passes through may be missing (None) in the tree, or be of any dtype (float0).
 
     Raises:
-        GradientTreeError: A synced leaf is missing, unknown, or has another shape or dtype.
+        TreeMismatchError: A synced leaf is missing, unknown, or has another shape or dtype.
     """
     flat, treedef = jax.tree.flatten(tree)
     if treedef == plan.treedef:
@@ -56,7 +56,7 @@ def _order_by_path(tree: Any, plan: SyncPlan, name: str) -> tuple[list[int], lis
     if not problems and len(values) != len(with_path):
         problems.append(f"{name} has two leaves of one path")
     if problems:
-        raise GradientTreeError(problems=tuple(problems))
+        raise TreeMismatchError(problems=tuple(problems))
     return [index_of[path] for path in values], list(values.values())
 
 
@@ -68,7 +68,7 @@ def _check_leaves(leaves: Sequence[Any], plan: SyncPlan, name: str) -> None:
         for problem in _problems(leaf, value, plan)
     ]
     if problems:
-        raise GradientTreeError(problems=tuple(problems))
+        raise TreeMismatchError(problems=tuple(problems))
 
 
 def _problems(leaf: Leaf, value: Any, plan: SyncPlan) -> Iterator[str]:

@@ -33,7 +33,7 @@ def global_norm(grads: Any, plan: SyncPlan) -> jax.Array:
     Raises:
         NotReducedError: A gradient still varies over a data axis by its type.
         UnboundAxisError: A leaf is a shard of its global shape, and its mesh axis is not bound here.
-        GradientTreeError: The tree, a shape or a dtype is not the plan's.
+        TreeMismatchError: The tree, a shape or a dtype is not the plan's.
 
     >>> import jax.numpy as jnp, jaxsync
     >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array(4.0)}

@@ -1,0 +1,55 @@
+"""Eight simulated devices for the whole test process, and the few fixtures that several tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+
+import jaxsync
+
+jaxsync.simulate_devices(8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """Too few devices is a failure, never a skip."""
+    assert len(jax.devices()) == 8
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """Runs code in a fresh interpreter with a hard limit; for what starts or may end a process."""
+
+    def run(code: str, *args: str, timeout_s: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *args],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={**os.environ, **env},
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

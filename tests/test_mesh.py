@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from jaxsync import make_mesh
+from jaxsync.errors import DeviceCountError, MeshError
+
+
+def test_axes_are_auto_and_in_order() -> None:
+    mesh = make_mesh({"data": 4, "model": 2})
+    assert list(mesh.shape.items()) == [("data", 4), ("model", 2)]
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+
+
+def test_a_small_mesh_takes_the_first_devices() -> None:
+    assert list(make_mesh({"data": 2}).devices.flat) == jax.devices()[:2]
+
+
+def test_given_devices_are_used() -> None:
+    chosen = jax.devices()[4:6]
+    assert list(make_mesh({"data": 2}, devices=chosen).devices.flat) == chosen
+
+
+def test_too_few_devices_are_counted() -> None:
+    with pytest.raises(DeviceCountError) as caught:
+        make_mesh({"data": 8, "model": 2})
+    assert (caught.value.asked, caught.value.found) == (16, 8)
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -1}, {"data": True}, {"data": 2.0}])
+def test_what_is_no_mesh_is_refused(axes: dict[str, int]) -> None:
+    with pytest.raises(MeshError):
+        make_mesh(axes)

@@ -1,0 +1,110 @@
+"""What a leaf is, and which trees and specs are refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxsync import make_mesh, make_plan
+from jaxsync.errors import DataShardedError, RegistrationError, SpecError
+
+TREE = {"a": {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}, "c": [jnp.ones(2), None, jnp.ones(8)]}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> jax.sharding.Mesh:
+    return make_mesh({"data": 4, "model": 2})
+
+
+def test_every_leaf_has_its_path_shape_spec_and_axes(mesh) -> None:
+    specs = {"a": {"w": P(None, "model"), "b": P()}, "c": P("model")}
+    plan = make_plan(TREE, mesh, specs)
+    table = [(x.path, x.shape, x.local_shape, x.spec, x.reduce_axes) for x in plan.leaves]
+    assert table == [
+        ("['a']['b']", (6,), (6,), P(), ("data",)),
+        ("['a']['w']", (4, 6), (4, 3), P(None, "model"), ("data",)),
+        ("['c'][0]", (2,), (1,), P("model"), ("data",)),
+        ("['c'][2]", (8,), (4,), P("model"), ("data",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (jnp.ones(2), "float"),
+        (jnp.ones(2, jnp.bfloat16), "float"),
+        (jnp.ones(2, jnp.float8_e4m3fn), "float"),
+        (jnp.ones(2, jnp.complex64), "complex"),
+        (jnp.ones(2, jnp.int8), "integer"),
+        (jnp.ones(2, bool), "bool"),
+        (jax.random.key(0), "key"),
+        (jax.random.PRNGKey(0), "integer"),
+        (np.zeros(2, jax.dtypes.float0), "float0"),
+        (jnp.ones((0, 3)), "empty"),
+        (np.float32(1), "float"),
+        (jax.ShapeDtypeStruct((2,), "float32"), "float"),
+    ],
+)
+def test_the_kind_decides_what_is_synced(mesh, leaf, kind: str) -> None:
+    [found] = make_plan([leaf], mesh).leaves
+    assert found.kind == kind
+    assert found.is_synced == (kind in ("float", "complex"))
+
+
+def test_a_leaf_that_is_no_array_is_named(mesh) -> None:
+    tree = {"w": jnp.ones(3), "lr": 0.1, "act": jnp.tanh, "s": "x", "o": np.array([None])}
+    with pytest.raises(RegistrationError) as caught:
+        make_plan(tree, mesh)
+    assert [path for path, _ in caught.value.leaves] == ["['act']", "['lr']", "['o']", "['s']"]
+    assert caught.value.leaves[1] == ("['lr']", "float")
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (P("model", None, None), "the spec has 3 entries for 2 dims"),
+        (P("tensor"), "the mesh has no axis 'tensor'"),
+        (P("model", "model"), "an axis is used twice"),
+        (P(None, "model"), "dim 1 of size 3 does not divide over 2 devices"),
+        (P(P.UNCONSTRAINED), "UNCONSTRAINED leaves the sharding open"),
+    ],
+)
+def test_a_spec_that_does_not_fit_is_named_with_its_reason(mesh, spec, reason: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make_plan({"w": jnp.ones((4, 3))}, mesh, {"w": spec})
+    assert caught.value.leaves[0][0] == "['w']"
+    assert caught.value.leaves[0][3] == reason
+
+
+def test_specs_that_are_no_prefix_are_refused(mesh) -> None:
+    with pytest.raises(SpecError, match="no prefix of the tree"):
+        make_plan({"w": jnp.ones(4)}, mesh, {"v": P()})
+    with pytest.raises(SpecError, match="wanted a PartitionSpec"):
+        make_plan({"w": jnp.ones(4)}, mesh, {"w": "model"})
+
+
+def test_a_spec_over_a_data_axis_is_refused_for_now(mesh) -> None:
+    with pytest.raises(DataShardedError) as caught:
+        make_plan({"w": jnp.ones(4), "b": jnp.ones(3)}, mesh, {"w": P("data"), "b": P()})
+    assert caught.value.leaves == (("['w']", str(P("data"))),)
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def test_placed_arrays_keep_their_spec_and_others_are_replicated(mesh) -> None:
+    placed = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, P(None, "model")))
+    elsewhere = jax.device_put(jnp.ones(8), NamedSharding(make_mesh({"x": 8}), P("x")))
+    plan = make_plan({"w": placed, "v": elsewhere, "b": jnp.ones(3)}, mesh)
+    assert {leaf.path: leaf.spec for leaf in plan.leaves} == {
+        "['w']": P(None, "model"),
+        "['v']": P(),
+        "['b']": P(),
+    }
+
+
+def test_none_in_the_tree_takes_no_spec(mesh) -> None:
+    plan = make_plan({"w": None, "v": jnp.ones(2)}, mesh, P())
+    assert [leaf.path for leaf in plan.leaves] == ["['v']"]
