@@ -25,8 +25,9 @@ def eight_devices() -> None:
 
 
 @pytest.fixture
-def x64() -> Iterator[None]:
-    with jax.enable_x64(True):
+def standard_promotion() -> Iterator[None]:
+    """For steps with optimizers of optax, which is not written for strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
         yield
 
 
@@ -53,3 +54,17 @@ def run_python() -> RunPython:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """One entry for each program XLA compiles while the test runs."""
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **kwargs: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -51,9 +51,17 @@ def reduce_dtype(dtype: str, config: SyncConfig) -> str:
     """
     if config.reduce_dtype == "own" or not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         return dtype
-    if config.reduce_dtype is not None:
-        return config.reduce_dtype
-    return "float32" if jnp.finfo(jnp.dtype(dtype)).bits < 32 else dtype
+    return wide_dtype(dtype) if config.reduce_dtype is None else config.reduce_dtype
+
+
+def wide_dtype(dtype: str) -> str:
+    """The dtype in which many values of `dtype` can be summed: at least 32 bits for real floats.
+
+    >>> wide_dtype("float16"), wide_dtype("float64"), wide_dtype("complex64")
+    ('float32', 'float64', 'complex64')
+    """
+    is_real = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return "float32" if is_real and jnp.finfo(jnp.dtype(dtype)).bits < 32 else dtype
 
 
 def make_buckets(leaves: Sequence[Leaf], config: SyncConfig) -> tuple[Bucket, ...]:

@@ -16,6 +16,7 @@
     ├── NotReducedError        (ValueError)           gradients that should have been summed before
     ├── UncheckedModelError    (ValueError)           model parallelism that JAX cannot check
     ├── LossError              (ValueError)           a loss function that returns something else
+    ├── DeletedArrayError      (RuntimeError)         an array whose buffer was donated before
     ├── BatchError             (ValueError)           a batch that cannot be divided
     └── DispatchError          (ValueError)           a dispatch window that cannot work
 
@@ -367,6 +368,25 @@ class LossError(JaxsyncError, ValueError):
         return (
             "return a real scalar, the mean over this device's rows. weighted=True: (loss, weight); "
             "has_aux=True: (loss, aux), or ((loss, weight), aux) with both."
+        )
+
+
+@_error
+class DeletedArrayError(JaxsyncError, RuntimeError):
+    """An array whose buffer was donated to an earlier call. `leaves`: where it was passed."""
+
+    leaves: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"{_count(len(self.leaves), 'array', 'arrays')} passed to the step had been deleted."
+
+    def places(self) -> Sequence[str]:
+        return self.leaves
+
+    def fix(self) -> str:
+        return (
+            "a step with donate=True reuses the memory of the state it is given: go on with the state it "
+            "returned, copy what must stay, or make the step with donate=False."
         )
 
 

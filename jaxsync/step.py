@@ -24,7 +24,14 @@ from jaxsync.ingraph.grads import (
 )
 from jaxsync.ingraph.match import match_tree
 from jaxsync.mesh import format_mesh
-from jaxsync.placement import batch_spec, check_batch, check_replicas_equal, concrete_mesh, place_leaves
+from jaxsync.placement import (
+    batch_spec,
+    check_batch,
+    check_not_deleted,
+    check_replicas_equal,
+    concrete_mesh,
+    place_leaves,
+)
 from jaxsync.plan import SyncPlan
 
 
@@ -106,10 +113,14 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and metrics: see `make_train_step`."""
-        batch = self._place_batch(batch)
-        result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
-            lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
-        )
+        try:
+            batch = self._place_batch(batch)
+            result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
+                lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
+            )
+        except (RuntimeError, ValueError):
+            check_not_deleted({"state": state, "batch": batch})  # JAX does not say which array it was
+            raise
         return result
 
     def lower(self, state: TrainState, batch: Any) -> Any:
@@ -331,6 +342,7 @@ def make_train_step(
         MeshError: The mesh has no devices; or `transform="pmap"` and it has more than one axis.
         DispatchError: The config's `max_in_flight` cannot work.
         BatchError: When called: a batch leaf cannot be divided.
+        DeletedArrayError: When called: an argument was donated to an earlier call.
         LossError: When called: `loss_fn` returns something else.
 
     >>> import jax, jax.numpy as jnp, optax, jaxsync

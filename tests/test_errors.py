@@ -136,6 +136,14 @@ EXAMPLES = [
         "has_aux=True: (loss, aux), or ((loss, weight), aux) with both.",
     ),
     (
+        errors.DeletedArrayError(leaves=("['state'].params['w']",)),
+        RuntimeError,
+        "1 array passed to the step had been deleted.\n"
+        "  - ['state'].params['w']\n"
+        "To fix it: a step with donate=True reuses the memory of the state it is given: go on with the state "
+        "it returned, copy what must stay, or make the step with donate=False.",
+    ),
+    (
         errors.BatchError(leaves=(("['x']", "(9, 3)", "9 rows are no multiple of it"),), divisor=8),
         ValueError,
         "The batch cannot be divided into 8 equal parts (devices x accumulate).\n"

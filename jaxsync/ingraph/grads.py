@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxsync.buckets import wide_dtype
 from jaxsync.errors import LossError
 from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import (
@@ -184,7 +185,7 @@ def local_gradients(
         grads[index], passed[index] = value, None
     manifest = reduce.make_manifest(plan, grads)
     packed = reduce.pack(manifest, grads)
-    loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
+    loss = loss.astype(wide_dtype(str(loss.dtype)))
     if weight is not None:
         [weight] = make_varying([jnp.asarray(weight, loss.dtype)], plan.data_axes)
         packed = [weigh(array, weight) for array in packed]
@@ -302,7 +303,7 @@ def sync_local(local: Local, plan: SyncPlan, extras: Sequence[jax.Array] = ()) -
     parts = [local.losses, *extras] if local.weights is None else [local.losses, local.weights, *extras]
     weights = [None if part is local.weights else local.weights for part in parts]
     riders = [_sum_rows(part, weight) for part, weight in zip(parts, weights, strict=True)]
-    dtype = jnp.result_type(*riders)
+    dtype = max((value.dtype for value in riders), key=lambda dtype: dtype.itemsize)
     rider = jnp.concatenate([value.ravel().astype(dtype) for value in riders])
     packed = reduce.scale_before(plan, local.manifest, local.packed)
     summed, [rider] = reduce.all_reduce(local.manifest, packed, [rider], plan.data_axes)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsync.buckets import wide_dtype
 from jaxsync.errors import UnboundAxisError
 from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import check_reduced, is_bound
@@ -56,7 +57,7 @@ def _packed_wide(plan: SyncPlan, leaves: Sequence[Any]) -> tuple[tuple[reduce.Ca
     """Packed gradients in at least 32-bit floats: the squares of float16 overflow at 256."""
     manifest = reduce.make_manifest(plan, leaves)
     packed = reduce.pack(manifest, leaves)
-    return manifest, [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in packed]
+    return manifest, [x.astype(wide_dtype(str(x.dtype))) for x in packed]
 
 
 def _shard_axes(plan: SyncPlan, index: int, shape: tuple[int, ...]) -> tuple[str, ...]:
