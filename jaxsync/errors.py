@@ -17,6 +17,7 @@
     ├── UncheckedModelError    (ValueError)           model parallelism that JAX cannot check
     ├── LossError              (ValueError)           a loss function that returns something else
     ├── DeletedArrayError      (RuntimeError)         an array whose buffer was donated before
+    ├── AliasedArrayError      (ValueError)           one array at two places of a donated tree
     ├── BatchError             (ValueError)           a batch that cannot be divided
     └── DispatchError          (ValueError)           a dispatch window that cannot work
 
@@ -378,16 +379,32 @@ class DeletedArrayError(JaxsyncError, RuntimeError):
     leaves: tuple[str, ...]
 
     def what(self) -> str:
-        return f"{_count(len(self.leaves), 'array', 'arrays')} passed to the step had been deleted."
+        return f"{_count(len(self.leaves), 'argument is an array', 'arguments are arrays')} deleted before."
 
     def places(self) -> Sequence[str]:
         return self.leaves
 
     def fix(self) -> str:
         return (
-            "a step with donate=True reuses the memory of the state it is given: go on with the state it "
-            "returned, copy what must stay, or make the step with donate=False."
+            "a function that donates an argument reuses its memory: go on with what it returned, copy what "
+            "must stay, or do not donate (make_train_step(..., donate=False))."
         )
+
+
+@_error
+class AliasedArrayError(JaxsyncError, ValueError):
+    """One array at two places of a donated tree. `leaves`: each pair of places."""
+
+    leaves: tuple[tuple[str, str], ...]
+
+    def what(self) -> str:
+        return "A donated state holds the same array more than once; its memory can be reused only once."
+
+    def places(self) -> Sequence[str]:
+        return [f"{first} is also {second}" for first, second in self.leaves]
+
+    def fix(self) -> str:
+        return "make the state with step.init(params), which copies; or copy one of each pair: jnp.copy(x)."
 
 
 @_error

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsync.errors import BatchError, DeletedArrayError, MeshError, ReplicaMismatchError
+from jaxsync.errors import BatchError, MeshError, ReplicaMismatchError
 from jaxsync.mesh import format_mesh
 from jaxsync.plan import SyncPlan
 
@@ -60,21 +60,6 @@ def _differing_devices(leaf: Any) -> tuple[str, str] | None:
         if bits != expected:
             return str(device), str(shard.device)
     return None
-
-
-def check_not_deleted(tree: Any) -> None:
-    """Refuses arrays whose buffers are gone.
-
-    Raises:
-        DeletedArrayError: Names each of them.
-    """
-    found = [
-        jax.tree_util.keystr(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-    ]
-    if found:
-        raise DeletedArrayError(leaves=tuple(found))
 
 
 def place_leaves(leaves: Sequence[Any], plan: SyncPlan) -> list[Any]:

@@ -70,7 +70,7 @@ class SyncPlan:
     @property
     def batch_spec(self) -> PartitionSpec:
         """How the leading dim of a batch is divided: over all data axes."""
-        return PartitionSpec(self.data_axes)
+        return PartitionSpec(self.data_axes if len(self.data_axes) > 1 else self.data_axes[0])
 
     @property
     def num_all_reduces(self) -> int:

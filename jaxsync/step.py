@@ -8,11 +8,17 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsync.errors import LossError, MeshError
-from jaxsync.host.launcher import process_launcher, resolve_window
+from jaxsync.host.launcher import (
+    check_not_aliased,
+    check_not_deleted,
+    process_launcher,
+    resolve_window,
+)
 from jaxsync.ingraph.grads import (
     Local,
     LossFn,
@@ -27,7 +33,6 @@ from jaxsync.mesh import format_mesh
 from jaxsync.placement import (
     batch_spec,
     check_batch,
-    check_not_deleted,
     check_replicas_equal,
     concrete_mesh,
     place_leaves,
@@ -82,6 +87,7 @@ class TrainStep:
         self._loss_fn = loss_fn
         self._tx = tx
         self._accumulate = accumulate
+        self._donate = donate
         self._has_aux = has_aux
         self._weighted = weighted
         self._skip_nonfinite = skip_nonfinite
@@ -92,7 +98,7 @@ class TrainStep:
         }
         self._window = resolve_window(plan.config.max_in_flight, self._mesh.devices.flat[0].platform)
         self._chosen = [index for index, leaf in enumerate(plan.leaves) if leaf.is_synced]
-        self._compiled = self._make_pmap(donate) if self._is_pmap else self._make_jit(donate)
+        self._compiled = self._make_pmap() if self._is_pmap else self._make_jit()
 
     def init(self, params: Any) -> TrainState:
         """The first state: `params` and `tx.init(params)` on the mesh, in buffers of their own.
@@ -113,14 +119,13 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and metrics: see `make_train_step`."""
-        try:
-            batch = self._place_batch(batch)
-            result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
-                lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
-            )
-        except (RuntimeError, ValueError):
-            check_not_deleted({"state": state, "batch": batch})  # JAX does not say which array it was
-            raise
+        check_not_deleted({"state": state, "batch": batch})
+        if self._donate:
+            check_not_aliased("state", state)
+        batch = self._place_batch(batch)
+        result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
+            lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
+        )
         return result
 
     def lower(self, state: TrainState, batch: Any) -> Any:
@@ -162,17 +167,17 @@ class TrainStep:
 
         return jax.tree_util.tree_map_with_path(spec, shapes)
 
-    def _make_jit(self, donate: bool) -> Any:
-        return jax.jit(self._step, donate_argnums=(0,) if donate else ())
+    def _make_jit(self) -> Any:
+        return jax.jit(self._step, donate_argnums=(0,) if self._donate else ())
 
-    def _make_pmap(self, donate: bool) -> Any:
+    def _make_pmap(self) -> Any:
         return jax.pmap(
             self._device_step,
             axis_name=self.plan.data_axes[0],
             in_axes=(None, 0),
             out_axes=(None, None),
             devices=list(self._mesh.devices.flat),
-            donate_argnums=(0,) if donate else (),
+            donate_argnums=(0,) if self._donate else (),
         )
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -252,26 +257,24 @@ class TrainStep:
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     def _place_batch(self, batch: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(batch)
         if self._is_pmap:
             check_batch(batch, self.plan.num_replicas * self._accumulate)
-            return jax.tree.map(self._stack, batch)
-        leaves, treedef = jax.tree.flatten(batch)
-        shardings = self._shardings
-        if all(
-            isinstance(x, jax.Array) and x.sharding == shardings[min(x.ndim, 1)] for x in leaves
-        ):  # as after the first epoch of a loader that places its batches
-            return batch
-        check_batch(batch, self.plan.num_replicas * self._accumulate)
-        return jax.tree.unflatten(
-            treedef, jax.device_put(leaves, [shardings[min(jnp.ndim(x), 1)] for x in leaves])
-        )
+            leaves = [self._stack(x) for x in leaves]
+        shardings = [self._shardings[min(jnp.ndim(x), 1)] for x in leaves]
+        if not all(map(_is_placed, leaves, shardings)):
+            check_batch(batch, self.plan.num_replicas * self._accumulate)
+            leaves = jax.device_put(leaves, shardings)
+        return jax.tree.unflatten(treedef, leaves)
 
     def _stack(self, x: Any) -> Any:
-        n = self.plan.num_replicas
-        shape = jnp.shape(x)
-        if not shape:
-            return jnp.broadcast_to(jnp.asarray(x), (n,))
-        return x.reshape(n, shape[0] // n, *shape[1:])
+        """The rows of each device along a leading dim, as `pmap` wants them."""
+        n, shape = self.plan.num_replicas, np.shape(x)
+        return x.reshape(n, shape[0] // n, *shape[1:]) if shape else np.broadcast_to(x, (n,))
+
+
+def _is_placed(x: Any, sharding: NamedSharding) -> bool:
+    return isinstance(x, jax.Array) and x.sharding == sharding
 
 
 def _strong_copy(x: Any) -> jax.Array:
@@ -343,6 +346,7 @@ def make_train_step(
         DispatchError: The config's `max_in_flight` cannot work.
         BatchError: When called: a batch leaf cannot be divided.
         DeletedArrayError: When called: an argument was donated to an earlier call.
+        AliasedArrayError: When called with `donate`: the state holds one array twice.
         LossError: When called: `loss_fn` returns something else.
 
     >>> import jax, jax.numpy as jnp, optax, jaxsync

@@ -136,12 +136,20 @@ EXAMPLES = [
         "has_aux=True: (loss, aux), or ((loss, weight), aux) with both.",
     ),
     (
-        errors.DeletedArrayError(leaves=("['state'].params['w']",)),
+        errors.DeletedArrayError(leaves=("state.params['w']",)),
         RuntimeError,
-        "1 array passed to the step had been deleted.\n"
-        "  - ['state'].params['w']\n"
-        "To fix it: a step with donate=True reuses the memory of the state it is given: go on with the state "
-        "it returned, copy what must stay, or make the step with donate=False.",
+        "1 argument is an array deleted before.\n"
+        "  - state.params['w']\n"
+        "To fix it: a function that donates an argument reuses its memory: go on with what it returned, copy "
+        "what must stay, or do not donate (make_train_step(..., donate=False)).",
+    ),
+    (
+        errors.AliasedArrayError(leaves=(("state.params['a']", "state.params['b']"),)),
+        ValueError,
+        "A donated state holds the same array more than once; its memory can be reused only once.\n"
+        "  - state.params['a'] is also state.params['b']\n"
+        "To fix it: make the state with step.init(params), which copies; or copy one of each pair: "
+        "jnp.copy(x).",
     ),
     (
         errors.BatchError(leaves=(("['x']", "(9, 3)", "9 rows are no multiple of it"),), divisor=8),

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from jaxsync.errors import DispatchError
+from jaxsync.errors import AliasedArrayError, DeletedArrayError, DispatchError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,6 +163,10 @@ class GuardedFunction(Generic[P, R]):
         """The wrapped call, through the launcher."""
         fn: Callable[P, R] = self.__wrapped__  # set by update_wrapper
 
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            return fn(*args, **kwargs)  # part of another program
+        check_not_deleted({"args": args, "kwargs": kwargs})
+
         def witness(outputs: R) -> Witness:
             return find_witness(outputs, (args, kwargs))
 
@@ -189,6 +193,7 @@ def guard_dispatch(fn: Callable[P, R], max_in_flight: int | None = None) -> Guar
 
     Raises:
         DispatchError: `max_in_flight` cannot work on this platform.
+        DeletedArrayError: When called: an argument was donated before.
 
     >>> import jax, jax.numpy as jnp
     >>> step = guard_dispatch(jax.jit(lambda x: x + 1))
@@ -214,3 +219,44 @@ def find_witness(outputs: Any, inputs: Any) -> Witness:
     given = {(x.shape, x.dtype) for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array | np.ndarray)}
     sure = [x for x in made if (x.shape, x.dtype) not in given]
     return (min(sure, key=lambda array: array.size),) if sure else tuple(made)
+
+
+def check_not_deleted(trees: Mapping[str, Any]) -> None:
+    """Refuses arguments whose buffers are gone.
+
+    JAX 0.10 finds out device by device, while other devices already run their share; on CPU the process
+    then often ends with a segmentation fault.
+
+    Args:
+        trees: What each argument is called -> the argument.
+
+    Raises:
+        DeletedArrayError: Names each of them.
+    """
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees)):
+        found = [
+            f"{name}{jax.tree_util.keystr(path)}"
+            for name, tree in trees.items()
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+            if isinstance(x, jax.Array) and x.is_deleted()
+        ]
+        raise DeletedArrayError(leaves=tuple(found))
+
+
+def check_not_aliased(name: str, tree: Any) -> None:
+    """Refuses a tree, about to be donated, that holds one array twice: the end of the process, likewise.
+
+    Raises:
+        AliasedArrayError: Names each pair of places.
+    """
+    leaves = jax.tree.leaves(tree)
+    if len({id(x) for x in leaves}) == len(leaves):
+        return
+    first: dict[int, str] = {}
+    pairs = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if isinstance(x, jax.Array) and first.setdefault(id(x), place) != place:
+            pairs.append((first[id(x)], place))
+    if pairs:
+        raise AliasedArrayError(leaves=tuple(pairs))

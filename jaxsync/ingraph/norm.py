@@ -44,13 +44,16 @@ def global_norm(grads: Any, plan: SyncPlan) -> jax.Array:
     """
     leaves, _ = match_tree(grads, plan, "grads")
     check_reduced(plan.leaves, leaves, "global_norm")
+    has_64_bit = any(leaf.dtype in ("float64", "complex128") for leaf in plan.leaves if leaf.is_synced)
+    dtype = jnp.float64 if has_64_bit else jnp.float32
     squares: dict[tuple[str, ...], list[jax.Array]] = {}
     for cargo, array in zip(*_packed_wide(plan, leaves), strict=True):
         axes = _shard_axes(plan, cargo.leaves[0], cargo.shapes[0])
-        squares.setdefault(axes, []).append(jnp.sum(jnp.real(array * jnp.conj(array))))
+        squares.setdefault(axes, []).append(jnp.sum(jnp.real(array * jnp.conj(array))).astype(dtype))
     if not squares:
         return jnp.zeros((), jnp.float32)
-    return jnp.sqrt(sum(reduce.sum_over(sum(parts[1:], parts[0]), axes) for axes, parts in squares.items()))
+    totals = [reduce.sum_over(sum(parts[1:], parts[0]), axes) for axes, parts in squares.items()]
+    return jnp.sqrt(sum(totals[1:], totals[0]))
 
 
 def _packed_wide(plan: SyncPlan, leaves: Sequence[Any]) -> tuple[tuple[reduce.Cargo, ...], list[jax.Array]]:
@@ -77,7 +80,13 @@ def clip(grads: Any, max_norm: float, plan: SyncPlan) -> Any:
     leaves, rebuild = match_tree(grads, plan, "grads")
     return rebuild(
         [
-            (value * factor.astype(jnp.real(value).dtype)).astype(value.dtype) if leaf.is_synced else value
+            _scale(value, factor) if leaf.is_synced else value
             for leaf, value in zip(plan.leaves, leaves, strict=True)
         ]
     )
+
+
+def _scale(value: jax.Array, factor: jax.Array) -> jax.Array:
+    # In wide floats: a factor below 6e-8 would be 0 as a float16.
+    wide = value.astype(wide_dtype(str(value.dtype)))
+    return (wide * factor.astype(wide.dtype)).astype(value.dtype)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsync
-from jaxsync.errors import DispatchError
+from jaxsync.errors import DeletedArrayError, DispatchError
 from jaxsync.host.launcher import Launcher, find_witness, process_launcher, resolve_window
 
 
@@ -89,10 +90,10 @@ def test_a_forwarded_input_is_never_the_only_witness() -> None:
 
 def test_inside_a_trace_it_is_the_function_itself() -> None:
     guarded = jaxsync.guard_dispatch(collective())
-    before = process_launcher().num_in_flight
+    process_launcher().drain()
     outer = jax.jit(lambda x: guarded(x) * 2)
     np.testing.assert_array_equal(outer(jnp.arange(8.0)), 2 * collective()(jnp.arange(8.0)))
-    assert process_launcher().num_in_flight == before
+    assert process_launcher().num_in_flight == 0
 
 
 def test_a_guarded_function_inside_another_does_not_lock_itself_out() -> None:
@@ -108,6 +109,15 @@ def test_an_exception_leaves_the_launcher_usable() -> None:
     with pytest.raises(KeyError):
         jaxsync.guard_dispatch(fail)(jnp.ones(2))
     np.testing.assert_array_equal(jaxsync.guard_dispatch(jax.jit(lambda x: x + 1))(jnp.ones(2)), [2, 2])
+
+
+def test_an_argument_that_was_donated_is_named() -> None:
+    guarded = jaxsync.guard_dispatch(collective(donate=True))
+    x = jax.device_put(jnp.arange(8.0), NamedSharding(jaxsync.make_mesh({"data": 8}), P("data")))
+    guarded(x)
+    with pytest.raises(DeletedArrayError) as caught:
+        guarded(x)
+    assert caught.value.leaves == ("args[0]",)
 
 
 def test_it_keeps_name_doc_and_lowering() -> None:
@@ -163,7 +173,8 @@ LOOP = """
     import sys
     import jax, jax.numpy as jnp, numpy as np, optax
     import jaxsync
-    from jax.sharding import PartitionSpec as P
+    from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
     n, kind, pool, steps = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     if pool == "enlarged":
@@ -174,15 +185,15 @@ LOOP = """
     if kind == "TrainStep":
         params = {"w": jnp.ones((8, 4)), "b": jnp.zeros(4)}
         plan = jaxsync.make_plan(params, mesh)
-        step = jaxsync.make_train_step(lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2), optax.sgd(1e-3), plan)
+        loss_fn = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)
+        step = jaxsync.make_train_step(loss_fn, optax.sgd(1e-3), plan)
         state, batch = step.init(params), np.ones((2 * n, 8), np.float32)
         for _ in range(steps):
             state, metrics = step(state, batch)
         print(int(state.step), bool(metrics["finite"]))
     else:
-        fn = jax.shard_map(
-            lambda x: (x + jax.lax.pmean(x.sum(), "data")) / 3, mesh=mesh, in_specs=P("data"), out_specs=P("data")
-        )
+        keep = lambda x: (x + jax.lax.pmean(x.sum(), "data")) / 3
+        fn = jax.shard_map(keep, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         guarded = jaxsync.guard_dispatch(jax.jit(fn, donate_argnums=(0,) if kind == "donating" else ()))
         x = jnp.ones(2 * n)
         for _ in range(steps):
@@ -194,6 +205,8 @@ LOOP = """
 @pytest.mark.parametrize("pool", ["enlarged", "default"])
 @pytest.mark.parametrize("kind", ["TrainStep", "guarded", "donating"])
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_a_loop_of_20000_calls_that_awaits_nothing_ends_well(run_python, n: int, kind: str, pool: str) -> None:
+def test_a_loop_of_20000_calls_that_awaits_nothing_ends_well(
+    run_python, n: int, kind: str, pool: str
+) -> None:
     done = run_python(LOOP, str(n), kind, pool, "20000", timeout_s=280)
     assert (done.returncode, done.stdout, done.stderr) == (0, "20000 True\n", "")

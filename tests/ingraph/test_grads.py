@@ -31,7 +31,9 @@ def run(way: str, fn: Callable[..., Any], plan: jaxsync.SyncPlan, params: Any, r
     if way == "pmap":
         n = plan.num_replicas
         stacked = rows.reshape(n, len(rows) // n, *rows.shape[1:])
-        out = jax.pmap(fn, axis_name=axis, in_axes=(None, 0), devices=list(plan.mesh.devices.flat))(params, stacked)
+        out = jax.pmap(fn, axis_name=axis, in_axes=(None, 0), devices=list(plan.mesh.devices.flat))(
+            params, stacked
+        )
         return jax.tree.map(lambda x: x[0], out)
     mapped = jax.shard_map(
         fn, mesh=plan.mesh, in_specs=(P(), P(axis)), out_specs=P(), check_vma=way == "checked"
@@ -149,7 +151,9 @@ MIXED = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_float_passes_through_untouched(way) -> None:
     plan = plan_of(MIXED)
-    grads = run(way, lambda tree, x: jaxsync.sync_gradients({**tree, "w": x[0]}, plan), plan, MIXED, jnp.arange(4.0))
+    grads = run(
+        way, lambda tree, x: jaxsync.sync_gradients({**tree, "w": x[0]}, plan), plan, MIXED, jnp.arange(4.0)
+    )
     assert float(grads["w"]) == 1.5
     assert grads["none"] is None
     for name in ("bool", "empty", "int", "raw"):
@@ -271,7 +275,9 @@ def test_outside_a_mesh_the_missing_axis_is_named(call: str) -> None:
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     plan, other = plan_of(W), plan_of(W, n=8)
-    with pytest.raises(MeshError, match="axis 'data' has size 8 where sync_gradients is called, 4 in the plan"):
+    with pytest.raises(
+        MeshError, match="axis 'data' has size 8 where sync_gradients is called, 4 in the plan"
+    ):
         run("checked", lambda p, x: jaxsync.sync_gradients({"w": x[0]}, plan), other, W, jnp.arange(8.0))
 
 
@@ -311,7 +317,9 @@ def test_float16_means_do_not_overflow_by_the_number_of_devices(reduce, reduce_d
 def test_float16_on_the_wire_is_right_for_weights_too() -> None:
     tree = {"w": jnp.float16(1)}
     plan = plan_of(tree, reduce_dtype="own")
-    step = jaxsync.value_and_grad(lambda p, x: ((p["w"] * x[0]).astype(jnp.float32), 2.0), plan, weighted=True)
+    step = jaxsync.value_and_grad(
+        lambda p, x: ((p["w"] * x[0]).astype(jnp.float32), 2.0), plan, weighted=True
+    )
     _, grads = run("checked", step, plan, tree, jnp.array([1.0, 2, 3, 6], jnp.float16))
     assert float(grads["w"]) == 3.0
 
@@ -362,7 +370,9 @@ def test_untyped_communication_with_a_rule_of_its_own_is_let_through() -> None:
 
     total.defvjp(lambda y: (total(y), None), lambda _, g: (g,))
     mesh = jaxsync.make_mesh({"data": 4, "model": 2})
-    plan = jaxsync.make_plan({k: MODEL[k] for k in ("w1", "w2")}, mesh, {"w1": P(None, "model"), "w2": P("model")})
+    plan = jaxsync.make_plan(
+        {k: MODEL[k] for k in ("w1", "w2")}, mesh, {"w1": P(None, "model"), "w2": P("model")}
+    )
     loss_fn = lambda p, x: two_layers({**p, "b": MODEL["b"]}, x, total)  # noqa: E731
     mapped = jax.shard_map(
         jaxsync.value_and_grad(loss_fn, plan),

@@ -54,7 +54,9 @@ def test_global_arrays_count_once(plan) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_squares_are_summed_in_float32(dtype: str) -> None:
     grads = {"w": jnp.full(4, 300, dtype)}  # 300 ** 2 is more than a float16 holds
-    plan = jaxsync.make_plan(grads, jaxsync.make_mesh({"data": 8}), config=jaxsync.SyncConfig(reduce_dtype="own"))
+    plan = jaxsync.make_plan(
+        grads, jaxsync.make_mesh({"data": 8}), config=jaxsync.SyncConfig(reduce_dtype="own")
+    )
     norm = jaxsync.global_norm(grads, plan)
     assert norm.dtype == jnp.float32
     assert float(norm) == 600.0
@@ -78,7 +80,10 @@ def test_gradients_that_were_not_synced_are_refused_by_name() -> None:
     mesh = jaxsync.make_mesh({"data": 8})
     plan = jaxsync.make_plan({"w": jnp.float32(0)}, mesh)
     mapped = jax.shard_map(
-        lambda x: jaxsync.global_norm({"w": x[0]}, plan)[None], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        lambda x: jaxsync.global_norm({"w": x[0]}, plan)[None],
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
     )
     with pytest.raises(NotReducedError) as caught:
         mapped(jnp.arange(8.0))
@@ -116,3 +121,21 @@ def test_clipping_keeps_nan_visible() -> None:
 def test_a_limit_that_is_none_is_refused(plan, max_norm: float) -> None:
     with pytest.raises(ValueError, match="needs max_norm > 0"):
         jaxsync.clip_by_global_norm(max_norm, plan)
+
+
+def test_a_tree_of_32_and_64_bits_is_summed_in_64() -> None:
+    with jax.enable_x64(True):
+        grads = {"w": jnp.float32(3), "v": jnp.float64(4), "c": jnp.zeros(2, jnp.complex128)}
+        plan = jaxsync.make_plan(grads, jaxsync.make_mesh({"data": 8}))
+        norm = jaxsync.global_norm(grads, plan)
+        assert (norm.dtype, float(norm)) == (jnp.float64, 5.0)
+        clipped, _ = jaxsync.clip_by_global_norm(2.5, plan).update(grads, None)
+    assert [clipped[k].dtype for k in ("w", "v", "c")] == [jnp.float32, jnp.float64, jnp.complex128]
+    assert (float(clipped["w"]), float(clipped["v"])) == (1.5, 2.0)
+
+
+def test_a_tiny_factor_does_not_flush_float16_to_zero() -> None:
+    grads = {"w": jnp.full(1000, 6e4, jnp.float16)}
+    plan = jaxsync.make_plan(grads, jaxsync.make_mesh({"data": 8}))
+    clipped, _ = jaxsync.clip_by_global_norm(1e-2, plan).update(grads, None)
+    assert float(clipped["w"][0]) == pytest.approx(1e-2 / np.sqrt(1000), rel=1e-3)

@@ -57,9 +57,7 @@ def run_shard_map(grads: dict[str, np.ndarray], plan: jaxsync.SyncPlan, check_vm
         return jaxsync.sync_gradients(jax.tree.map(lambda x: x[0], stacked), plan)
 
     mapped = jax.jit(
-        jax.shard_map(
-            sync, mesh=plan.mesh, in_specs=(in_specs,), out_specs=plan.specs, check_vma=check_vma
-        )
+        jax.shard_map(sync, mesh=plan.mesh, in_specs=(in_specs,), out_specs=plan.specs, check_vma=check_vma)
     )
     return mapped(grads), jaxsync.audit(mapped, grads)
 

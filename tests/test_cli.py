@@ -1,0 +1,316 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxsync
+from jaxsync.cli import format_result, main
+from jaxsync.workloads.train import TrainResult
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+DIGITS, CHARLM = str(CONFIGS / "digits.toml"), str(CONFIGS / "charlm.toml")
+SHORT = ["--set", "train.steps=4", "--set", "model.hidden=[16]"]
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        yield
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", *args], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_a_run_prints_its_report_on_stdout_and_the_bar_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DIGITS, *SHORT]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    labels = [line.partition("  ")[0] for line in lines]
+    assert labels == [
+        "test accuracy",
+        "final training loss",
+        "steps",
+        "steps skipped as not finite",
+        "steps/s",
+        "collectives per step",
+        "bytes synced per step",
+        "largest gradient difference",
+    ]
+    columns = {len(line) - len(line.partition("  ")[2].lstrip()) for line in lines}
+    assert len(columns) == 1  # aligned
+    assert "4/4" in err
+    assert "4/4" not in out
+
+
+def test_json_is_one_object_on_stdout_and_nothing_else() -> None:
+    done = run_python("-m", "jaxsync.cli", "train", DIGITS, "--json", *SHORT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert list(result) == [
+        "workload",
+        "test_accuracy",
+        "final_loss",
+        "steps",
+        "num_skipped",
+        "steps_per_s",
+        "collectives_per_step",
+        "collectives_in_loop",
+        "bytes_synced_per_step",
+        "gradient_error",
+        "num_devices",
+    ]
+    assert (result["workload"], result["steps"], result["num_skipped"]) == ("digits", 4, 0)
+    assert (result["collectives_per_step"], result["collectives_in_loop"]) == (1, 0)
+    assert result["bytes_synced_per_step"] == 4 * (64 * 16 + 16 + 16 * 10 + 10)
+    assert 0 <= result["gradient_error"] <= 1e-6
+    assert 0 <= result["test_accuracy"] <= 1
+    assert result["num_devices"] == 8
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DIGITS, "--json", *SHORT, "--set", "train.learning_rate=1e38"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_skipped"] > 0
+    assert result["final_loss"] is None
+    assert result["gradient_error"] is None
+
+
+def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", DIGITS, "--dry-run", "--set", "train.steps=1000000000"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "SyncPlan over mesh (data=8), mean over ('data',)"
+    assert "6 leaves (0 pass through), 2 buckets, 1 all-reduces, 198.5 KiB a step and device" in out
+    assert err == ""
+
+
+def test_a_dry_run_gives_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", CHARLM, "--dry-run", "--json", "--set", "sync.reduce=sum"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["mesh"], plan["data_axes"], plan["reduce"]) == ({"data": 8}, ["data"], "sum")
+    assert plan["num_all_reduces"] == 1
+    assert plan["num_leaves"] == sum(len(bucket["leaves"]) for bucket in plan["buckets"]) == 15
+    assert plan["num_bytes"] == sum(bucket["bytes"] for bucket in plan["buckets"])
+    assert len(plan["fingerprint"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["no-such.toml"], ["no-such.toml", "cannot be read: No such file or directory"]),
+        (
+            [DIGITS, "--set", "train.stesp=3"],
+            [DIGITS, "unknown key 'train.stesp': the nearest is 'train.steps'"],
+        ),
+        ([DIGITS, "--set", "steps=3"], ["unknown key 'steps': the nearest is 'train.steps'"]),
+        ([DIGITS, "--set", "train.steps=many"], [DIGITS, "train.steps = 'many': wanted int"]),
+        ([DIGITS, "--set", "train.steps"], ["'train.steps': wanted key=value"]),
+        ([DIGITS, "--set", "sync.reduce=avg"], ["sync.reduce = 'avg': wanted 'mean' or 'sum'"]),
+        (
+            [DIGITS, "--set", "train.batch_size=60"],
+            ["train.batch_size = 60: wanted a multiple of 8 (8 devices x 1 microbatches), such as 64"],
+        ),
+        ([DIGITS, "--set", "mesh.data=16"], ["mesh = {'data': 16}: needs 16 devices, and devices = 8"]),
+        (
+            [DIGITS, "--set", "mesh={batch=8}"],
+            ["sync.axis names 'data', which the mesh does not have: its axes are ['batch']"],
+        ),
+        ([DIGITS, "--set", "train.batch_size=1440"], ["the data set has 1437 rows"]),
+        ([CHARLM, "--set", "model.context=1000000"], ["model.context = 1000000: the held-out text has"]),
+        (
+            [DIGITS, "--set", "devices=0", "--set", "mesh.data=16"],
+            ["The mesh needs 16 devices; JAX has 8", "make a smaller mesh"],
+        ),
+        (
+            [DIGITS, "--set", "devices=4", "--set", "mesh.data=4"],
+            ["Cannot simulate 4 CPU devices: simulate_devices(8) was called before."],
+        ),
+        (
+            [DIGITS, "--set", "mesh={data=4, model=2}", "--set", "train.transform=pmap"],
+            ["transform='pmap' has one axis: use transform='shard_map'"],
+        ),
+        ([DIGITS, "--set", "sync.max_in_flight=99"], ["max_in_flight=99 is not between 1 and 32"]),
+    ],
+)
+@pytest.mark.parametrize("form", [[], ["--json"], ["--dry-run"]], ids=["text", "json", "dry_run"])
+def test_a_job_that_cannot_run_gives_one_message_and_exit_code_2(
+    args: list[str], parts: list[str], form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *args, *form]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxsync: ")
+    assert err.count("To fix it: ") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_a_file_that_is_no_toml_is_named_with_the_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text("workload = \n")
+    assert main(["train", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert f"The configuration in {file} is not valid." in err
+    assert "(at line 1, column 12)" in err
+
+
+def test_an_error_in_a_process_of_its_own_has_no_traceback() -> None:
+    done = run_python("-m", "jaxsync", "train", DIGITS, "--set", "devices=0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jaxsync: The mesh needs 8 devices; JAX has ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "feature"),
+    [
+        ("optax", "optax", "Training"),
+        ("rich", "rich", "The progress bar"),
+        ("sklearn", "scikit-learn", "The digits workload"),
+    ],
+)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(
+    module: str, package: str, feature: str
+) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from jaxsync.cli import main; "
+        f"sys.exit(main(['train', {DIGITS!r}]))"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"jaxsync: {feature} needs the package {package!r}, which is not installed.\n"
+        "To fix it: pip install 'jaxsync[train]'\n"
+    )
+
+
+def test_json_needs_no_progress_bar() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = None; from jaxsync.cli import main; "
+        f"sys.exit(main(['train', {DIGITS!r}, '--json', *{SHORT!r}]))"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["steps"] == 4
+
+
+def test_an_interrupt_ends_a_run_with_one_line_and_exit_code_130() -> None:
+    # A terminal of its own for stderr, so that the bar shows when training is under way. The handler is set
+    # here because a process started in the background inherits one that ignores the signal.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from jaxsync.cli import main; "
+        f"sys.exit(main(['train', {DIGITS!r}, '--set', 'train.steps=1000000000']))"
+    )
+    terminal, stderr = os.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stderr, text=True, env=env
+    ) as child:
+        os.close(stderr)
+        try:
+            seen = _read_until(terminal, b"20/1000000000")
+            child.send_signal(signal.SIGINT)
+            seen += _read_until(terminal, None)
+            assert child.wait(timeout=60) == 130
+            assert child.stdout is not None
+            assert child.stdout.read() == ""
+        finally:
+            child.kill()
+            os.close(terminal)
+    assert seen.endswith(b"jaxsync: interrupted\r\n")
+    assert b"Traceback" not in seen
+
+
+def _read_until(terminal: int, mark: bytes | None) -> bytes:
+    """What the terminal shows up to and with `mark`; None reads to the end."""
+    seen = b""
+    while mark is None or mark not in seen:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # Linux: the other end is closed
+            chunk = b""
+        if not chunk:
+            assert mark is None, seen
+            break
+        seen += chunk
+    return seen
+
+
+def test_no_command_prints_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: jaxsync")
+    assert "train" in err
+
+
+@pytest.mark.parametrize("args", [["train"], ["fly"], ["train", DIGITS, "--jsn=1"]])
+def test_arguments_that_make_no_sense_are_refused(
+    args: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: jaxsync")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"jaxsync {jaxsync.__version__}\n"
+
+
+def test_importing_the_command_line_starts_no_backend_and_needs_no_extra() -> None:
+    code = (
+        "import sys, jaxsync.cli\n"
+        "print([name for name in ('optax', 'rich', 'sklearn') if name in sys.modules])\n"
+        "import jax, jaxsync\n"
+        "jaxsync.simulate_devices(3)\n"  # refused if there were devices already
+        "print(len(jax.devices()))\n"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "[]\n3\n")
+
+
+def test_the_report_tells_of_collectives_in_loops_and_of_no_speed() -> None:
+    result = TrainResult(
+        workload="charlm",
+        metrics={"val_bits_per_char": 2.0, "unigram_bits_per_char": 4.5},
+        final_loss=1.5,
+        steps=1,
+        num_skipped=0,
+        steps_per_s=None,
+        collectives_per_step=1,
+        collectives_in_loop=2,
+        bytes_synced_per_step=2048,
+        gradient_error=2.5e-8,
+        num_devices=8,
+    )
+    assert format_result(result) == (
+        "val bits per char            2.000\n"
+        "unigram bits per char        4.500\n"
+        "final training loss          1.5000\n"
+        "steps                        1 on 8 devices\n"
+        "steps skipped as not finite  0\n"
+        "steps/s                      -\n"
+        "collectives per step         1, and 2 in loops, which run more than once\n"
+        "bytes synced per step        2048 (2.0 KiB)\n"
+        "largest gradient difference  2.5e-08 of the norm, to one device"
+    )

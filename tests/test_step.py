@@ -1,0 +1,497 @@
+"""TrainStep: the same training as on one device, in one reduction, compiled once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsync
+from jaxsync.errors import (
+    AliasedArrayError,
+    BatchError,
+    DeletedArrayError,
+    DispatchError,
+    LossError,
+    MeshError,
+    ReplicaMismatchError,
+    TreeMismatchError,
+    UnboundAxisError,
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(48, 6)).astype(np.float32)
+Y = RNG.normal(size=(48, 2)).astype(np.float32)
+BATCH = {"x": X, "y": Y}
+PARAMS = {
+    "w1": RNG.normal(size=(6, 8)).astype(np.float32),
+    "w2": RNG.normal(size=(8, 2)).astype(np.float32),
+    "b": np.zeros(2, np.float32),
+}
+SPECS = {"w1": P(None, "model"), "w2": P("model", None), "b": P()}
+
+
+def forward(params: Any, batch: Any, total: Any = lambda y: y) -> jax.Array:
+    return total(jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"]) + params["b"]
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((forward(params, batch) - batch["y"]) ** 2)
+
+
+def model_loss_fn(params: Any, batch: Any) -> jax.Array:
+    total = lambda y: jax.lax.psum(y, "model")  # noqa: E731
+    return jnp.mean((forward(params, batch, total) - batch["y"]) ** 2)
+
+
+def alone(tx: Any, steps: int, params: Any = PARAMS, batch: Any = BATCH) -> tuple[Any, list[float]]:
+    """The truth: plain optax on one device."""
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = tx.init(params), []
+    for _ in range(steps):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return params, losses
+
+
+def together(step: jaxsync.TrainStep, steps: int, params: Any = PARAMS, batch: Any = BATCH) -> Any:
+    state, losses = step.init(params), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def plan_of(n: int = 8, params: Any = PARAMS, **config: Any) -> jaxsync.SyncPlan:
+    return jaxsync.make_plan(params, jaxsync.make_mesh({"data": n}), config=jaxsync.SyncConfig(**config))
+
+
+def check_close(got: Any, truth: Any, rtol: float = 1e-4) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(truth), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+def test_training_equals_training_on_one_device(transform, n: int, accumulate: int) -> None:
+    tx = optax.adam(1e-2)
+    plan = plan_of(n)
+    step = jaxsync.make_train_step(loss_fn, tx, plan, accumulate=accumulate, transform=transform)
+    state, losses = together(step, 10)
+    params, true_losses = alone(tx, 10)
+    check_close(state.params, params)
+    np.testing.assert_allclose(losses, true_losses, rtol=1e-5)
+    assert int(state.step) == 10
+    audit = jaxsync.audit(step, state, BATCH)
+    assert audit.count("all-reduce") == len(audit.collectives) == plan.num_all_reduces
+    assert audit.in_loop == ()
+
+
+OPTIMIZERS = {
+    "adam": (lambda plan: optax.adam(1e-2), optax.adam(1e-2)),
+    "our clipping": (
+        lambda plan: optax.chain(jaxsync.clip_by_global_norm(0.5, plan), optax.adam(1e-2)),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+    ),
+    "optax's clipping": (
+        lambda plan: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+    ),
+    "lamb, which looks at whole leaves": (lambda plan: optax.lamb(1e-2), optax.lamb(1e-2)),
+    "a masked schedule": (
+        lambda plan: optax.adamw(
+            optax.linear_schedule(1e-2, 0, 10), mask={"w1": True, "w2": False, "b": False}
+        ),
+        optax.adamw(optax.linear_schedule(1e-2, 0, 10), mask={"w1": True, "w2": False, "b": False}),
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_model_parallel_training_equals_training_on_one_device(kind: AxisType, optimizer: str) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(kind, kind))
+    plan = jaxsync.make_plan(PARAMS, mesh, SPECS)
+    make_tx, true_tx = OPTIMIZERS[optimizer]
+    state, losses = together(jaxsync.make_train_step(model_loss_fn, make_tx(plan), plan), 10)
+    params, true_losses = alone(true_tx, 10)
+    check_close(state.params, params)
+    np.testing.assert_allclose(losses, true_losses, rtol=1e-5)
+    for name, array in state.params.items():
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), array.ndim)
+
+
+def test_optimizer_state_is_sharded_like_its_parameter() -> None:
+    mesh = jaxsync.make_mesh({"data": 4, "model": 2})
+    plan = jaxsync.make_plan(PARAMS, mesh, SPECS)
+    step = jaxsync.make_train_step(model_loss_fn, optax.adam(1e-2), plan)
+    state = step.init(PARAMS)
+    for _ in range(2):
+        adam = state.opt_state[0]
+        for name in PARAMS:
+            assert adam.mu[name].sharding.is_equivalent_to(
+                NamedSharding(mesh, SPECS[name]), adam.mu[name].ndim
+            )
+        assert adam.count.sharding.is_fully_replicated
+        state, _ = step(state, BATCH)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("rows", ["numpy", "uncommitted", "one device", "placed", "model-placed"])
+def test_a_batch_comes_from_anywhere(kind: AxisType, rows: str) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(kind, kind))
+    plan = jaxsync.make_plan(PARAMS, mesh, SPECS)
+    put = {
+        "numpy": lambda x: x,
+        "uncommitted": jnp.asarray,
+        "one device": lambda x: jax.device_put(x, jax.devices()[3]),
+        "placed": lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))),
+        "model-placed": lambda x: jax.device_put(x, NamedSharding(mesh, P(None, "model"))),
+    }[rows]
+    step = jaxsync.make_train_step(model_loss_fn, optax.sgd(0.1), plan)
+    _, losses = together(step, 2, batch=jax.tree.map(put, BATCH))
+    np.testing.assert_allclose(losses, alone(optax.sgd(0.1), 2)[1], rtol=1e-5)
+
+
+def test_two_data_axes_and_a_sum() -> None:
+    mesh = jaxsync.make_mesh({"replica": 2, "data": 4})
+    config = jaxsync.SyncConfig(axis=("replica", "data"), reduce="sum")
+    plan = jaxsync.make_plan(PARAMS, mesh, config=config)
+    state, losses = together(jaxsync.make_train_step(loss_fn, optax.sgd(0.1 / 8), plan), 5)
+    params, true_losses = alone(optax.sgd(0.1), 5)
+    check_close(state.params, params)
+    np.testing.assert_allclose(np.array(losses) / 8, true_losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_and_aux_are_means_over_real_rows(transform, accumulate: int) -> None:
+    """40 real rows of 48: the others weigh nothing, wherever they are and whatever they hold."""
+    real = np.ones(48, np.float32)
+    real[[3, 4, 5, 11, 42, 43, 44, 47]] = 0
+    padded = {"x": np.where(real[:, None] > 0, X, np.nan), "y": Y, "real": real}
+    rows = {name: value[real > 0] for name, value in BATCH.items()}
+
+    def weighted_loss(params: Any, batch: Any) -> Any:
+        x = jnp.where(batch["real"][:, None] > 0, batch["x"], 0.0)
+        errors = ((forward(params, {"x": x}) - batch["y"]) ** 2).mean(axis=1)
+        count = batch["real"].sum()
+        loss = (errors * batch["real"]).sum() / count
+        return (loss, count), {"loss": loss, "x": (x * batch["real"][:, None]).sum(axis=0) / count}
+
+    step = jaxsync.make_train_step(
+        weighted_loss,
+        optax.sgd(0.1),
+        plan_of(),
+        accumulate=accumulate,
+        transform=transform,
+        weighted=True,
+        has_aux=True,
+    )
+    state = step.init(PARAMS)
+    state, metrics = step(state, padded)
+    params, [true_loss] = alone(optax.sgd(0.1), 1, batch=rows)
+    check_close(state.params, params)
+    assert float(metrics["loss"]) == pytest.approx(true_loss, rel=1e-5)
+    assert float(metrics["aux"]["loss"]) == pytest.approx(true_loss, rel=1e-5)
+    np.testing.assert_allclose(metrics["aux"]["x"], rows["x"].mean(axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scalar_in_the_batch_goes_to_every_device_and_microbatch() -> None:
+    def scaled(params: Any, batch: Any) -> jax.Array:
+        return batch["scale"] * loss_fn(params, batch)
+
+    for transform in ("shard_map", "pmap"):
+        step = jaxsync.make_train_step(scaled, optax.sgd(0.1), plan_of(), accumulate=2, transform=transform)
+        _, metrics = step(step.init(PARAMS), {**BATCH, "scale": 2.0})
+        assert float(metrics["loss"]) == pytest.approx(2 * alone(optax.sgd(0.1), 1)[1][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_accumulates_in_float32(transform, dtype: str) -> None:
+    """256 + 1 + 1 + 1 is 256 in bfloat16; over microbatches as over devices the sum is 259."""
+    params = {"w": jnp.zeros((), dtype)}
+    plan = plan_of(2, params, reduce="sum")
+    rows = np.array([256, 1, 1, 1, 0, 0, 0, 0], np.float32).repeat(1)
+    step = jaxsync.make_train_step(
+        lambda p, x: (p["w"] * x.astype(p["w"].dtype)).sum(),
+        optax.sgd(1.0),
+        plan,
+        accumulate=4,
+        transform=transform,
+    )
+    state, _ = step(step.init(params), rows)
+    assert state.params["w"].dtype == jnp.dtype(dtype)
+    assert float(state.params["w"]) == -float(jnp.asarray(259 / 4, dtype))
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_one_bad_device_stops_the_update_on_all(transform, poison: float) -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan_of(), transform=transform, donate=False)
+    state, _ = step(step.init(PARAMS), BATCH)
+    bad = {"x": X.copy(), "y": Y}
+    bad["x"][7, 2] = poison
+    after, metrics = step(state, bad)
+    assert not bool(metrics["finite"])
+    for old, new in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((after.params, after.opt_state)),
+        strict=True,
+    ):
+        for shard in new.addressable_shards:
+            np.testing.assert_array_equal(shard.data, old)
+    assert int(after.step) == 2
+    assert bool(step(after, BATCH)[1]["finite"])
+
+
+def test_a_bad_model_shard_is_seen_by_all_and_costs_one_small_reduction() -> None:
+    mesh = jaxsync.make_mesh({"data": 4, "model": 2})
+    plan = jaxsync.make_plan({"v": jnp.ones(4)}, mesh, P("model"))
+
+    def one_shard_overflows(params: Any, x: jax.Array) -> jax.Array:
+        is_last = (jax.lax.axis_index("model") == 1).astype(jnp.float32)
+        return jax.lax.psum((params["v"] * (1 + is_last * x.mean() * 1e38) * 1e5).sum(), "model")
+
+    step = jaxsync.make_train_step(one_shard_overflows, optax.sgd(0.1), plan)
+    state, metrics = step(step.init({"v": jnp.ones(4)}), jnp.ones(8))
+    assert not bool(metrics["finite"])
+    np.testing.assert_array_equal(state.params["v"], jnp.ones(4))
+    small = [c for c in jaxsync.audit(step, state, jnp.ones(8)).collectives if c.axes == ("model",)]
+    assert min(c.num_bytes for c in small) <= 4
+
+
+def test_without_skipping_the_bad_values_arrive() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of(), skip_nonfinite=False)
+    state, metrics = step(step.init(PARAMS), {"x": X * np.nan, "y": Y})
+    assert not bool(metrics["finite"])
+    assert bool(jnp.isnan(state.params["w1"]).all())
+
+
+MIXED = {
+    "w": np.ones(6, np.float32),
+    "weak": jnp.asarray(2.0),
+    "n": jnp.arange(3),
+    "key": jax.random.key(1),
+    "raw": jax.random.PRNGKey(1),
+    "none": None,
+    "empty": jnp.zeros((0, 2)),
+    "flag": jnp.array(True),
+    "z": jnp.ones(2, jnp.complex64),
+    "h": jnp.ones(3, jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+def test_a_tree_of_every_kind_of_leaf_trains_what_can_be_trained(transform) -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        total = (x @ params["w"]).mean() + params["weak"] ** 2 + (jnp.abs(params["z"]) ** 2).sum()
+        return total + params["h"].astype(jnp.float32).sum()
+
+    plan = plan_of(params=MIXED)
+    step = jaxsync.make_train_step(loss, optax.adam(0.1), plan, transform=transform)
+    state = step.init(MIXED)
+    for _ in range(2):
+        state, _ = step(state, X)
+    got = state.params
+    for name in ("n", "raw", "empty", "flag"):
+        np.testing.assert_array_equal(got[name], MIXED[name])
+    np.testing.assert_array_equal(jax.random.key_data(got["key"]), jax.random.key_data(MIXED["key"]))
+    assert got["none"] is None
+    for name in ("w", "weak", "z", "h"):
+        assert not np.array_equal(got[name], MIXED[name])
+        assert got[name].dtype == MIXED[name].dtype
+        assert not got[name].weak_type
+
+
+def test_the_callers_arrays_outlive_donation_and_one_array_may_stand_twice() -> None:
+    w = jax.device_put(jnp.ones((6, 2)), NamedSharding(jaxsync.make_mesh({"data": 8}), P()))
+    params = {"a": w, "b": w}
+    plan = plan_of(params=params)
+    step = jaxsync.make_train_step(
+        lambda p, b: jnp.mean((b["x"] @ (p["a"] + p["b"]) - b["y"]) ** 2), optax.sgd(0.1), plan
+    )
+    state = step.init(params)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    np.testing.assert_array_equal(w, np.ones((6, 2)))
+    np.testing.assert_array_equal(state.params["a"], state.params["b"])
+
+
+def test_an_optimizer_that_keeps_the_parameters_shares_no_buffer_with_them() -> None:
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    keep = optax.GradientTransformation(
+        lambda p: p, lambda u, s, p=None: (jax.tree.map(lambda x: -0.1 * x, u), s)
+    )
+    assert tx is not None
+    step = jaxsync.make_train_step(loss_fn, keep, plan_of())
+    state, losses = together(step, 3)
+    np.testing.assert_allclose(losses, alone(optax.sgd(0.1), 3)[1], rtol=1e-5)
+    np.testing.assert_array_equal(state.opt_state["w1"], PARAMS["w1"])
+
+
+def test_a_state_that_was_donated_is_named() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of())
+    old = step.init(PARAMS)
+    step(old, BATCH)
+    with pytest.raises(DeletedArrayError) as caught:
+        step(old, BATCH)
+    assert caught.value.leaves == (
+        "state.step",
+        "state.params['b']",
+        "state.params['w1']",
+        "state.params['w2']",
+    )
+
+
+def test_a_donated_state_that_holds_an_array_twice_is_refused() -> None:
+    plan = plan_of(params={"a": jnp.ones(3), "b": jnp.ones(3)})
+    step = jaxsync.make_train_step(lambda p, x: (p["a"] + p["b"]).sum(), optax.sgd(0.1), plan)
+    state = step.init({"a": jnp.ones(3), "b": jnp.ones(3)})
+    shared = dataclasses.replace(state, params={"a": state.params["a"], "b": state.params["a"]})
+    with pytest.raises(AliasedArrayError) as caught:
+        step(shared, np.ones(8, np.float32))
+    assert caught.value.leaves == (("state.params['a']", "state.params['b']"),)
+
+
+def test_without_donation_a_state_can_be_used_again() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of(), donate=False)
+    state = step.init(PARAMS)
+    first, again = step(state, BATCH)[0], step(state, BATCH)[0]
+    np.testing.assert_array_equal(first.params["w1"], again.params["w1"])
+
+
+def test_replicas_that_differ_are_refused_before_they_train() -> None:
+    mesh = jaxsync.make_mesh({"data": 4})
+    pieces = [jax.device_put(jnp.full(3, float(i > 0)), d) for i, d in enumerate(mesh.devices.flat)]
+    w = jax.make_array_from_single_device_arrays((3,), NamedSharding(mesh, P()), pieces)
+    plan = jaxsync.make_plan({"w": w}, mesh)
+    step = jaxsync.make_train_step(lambda p, x: (p["w"] * x.mean()).sum(), optax.sgd(0.1), plan)
+    with pytest.raises(ReplicaMismatchError) as caught:
+        step.init({"w": w})
+    assert caught.value.leaves == (("['w']", str(mesh.devices[0]), str(mesh.devices[1])),)
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_batch_that_cannot_be_divided_is_named(transform, accumulate: int) -> None:
+    step = jaxsync.make_train_step(
+        loss_fn, optax.sgd(0.1), plan_of(), accumulate=accumulate, transform=transform
+    )
+    state = step.init(PARAMS)
+    with pytest.raises(BatchError) as caught:
+        step(state, {"x": X[:20], "y": Y[:24]})
+    assert caught.value.divisor == 8 * accumulate
+    assert caught.value.leaves[0] == ("['x']", "(20, 6)", "20 rows are no multiple of it")
+    if accumulate == 4:  # 40 rows divide over the devices, and not over their microbatches
+        placed = jax.device_put(X[:40], NamedSharding(jaxsync.make_mesh({"data": 8}), P("data")))
+        with pytest.raises(BatchError):
+            step(state, {"x": placed, "y": placed[:, :2]})
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+def test_100_steps_compile_once(compiles: list[str], transform, kind: AxisType) -> None:
+    plan = jaxsync.make_plan(PARAMS, Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,)))
+    step = jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan, transform=transform)
+    state = step.init(PARAMS)
+    for i in range(102):
+        if i == 2:  # once for host rows, once for placed ones
+            compiles.clear()
+        mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))  # an equal, fresh mesh
+        batch = BATCH if i % 2 else jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+        state, metrics = step(state, batch)
+    float(metrics["loss"])
+    assert compiles == []
+
+
+def test_a_plan_made_anew_from_an_equal_tree_is_the_same_to_jit(compiles: list[str]) -> None:
+    def sync(plan: jaxsync.SyncPlan, grads: Any) -> Any:
+        mapped = jax.shard_map(
+            lambda g: jaxsync.sync_gradients(jax.tree.map(lambda x: x[0], g), plan),
+            mesh=plan.mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+        return mapped(grads)
+
+    compiled, stacked = jax.jit(sync, static_argnums=0), jax.tree.map(lambda x: np.stack([x] * 8), PARAMS)
+    compiled(plan_of(), stacked)
+    compiles.clear()
+    for _ in range(5):
+        compiled(plan_of(), stacked)
+    assert compiles == []
+
+
+def test_syncing_in_the_optimizer_of_a_step_is_refused() -> None:
+    plan = plan_of()
+    step = jaxsync.make_train_step(loss_fn, optax.chain(jaxsync.synchronize(plan), optax.sgd(0.1)), plan)
+    with pytest.raises(UnboundAxisError, match="gradients are global already and need no sync"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_a_loss_that_model_shards_do_not_agree_on_is_refused() -> None:
+    mesh = jaxsync.make_mesh({"data": 4, "model": 2})
+    plan = jaxsync.make_plan(PARAMS, mesh, SPECS)
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan)  # without the sum over model shards
+    with pytest.raises(LossError) as caught:
+        step(step.init(PARAMS), BATCH)
+    assert caught.value.got == "a loss that differs along ['model']"
+
+
+def test_aux_that_has_no_mean_is_refused() -> None:
+    step = jaxsync.make_train_step(
+        lambda p, b: (loss_fn(p, b), {"count": jnp.int32(3)}), optax.sgd(0.1), plan_of(), has_aux=True
+    )
+    with pytest.raises(LossError, match=r"aux\['count'\], a int32 array"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_other_parameters_than_the_plans_are_refused() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of())
+    with pytest.raises(TreeMismatchError, match=r"params\['b'\] is missing"):
+        step.init({name: PARAMS[name] for name in ("w1", "w2")})
+
+
+def test_settings_that_cannot_work_are_refused_when_the_step_is_made() -> None:
+    plan = plan_of()
+    with pytest.raises(ValueError, match="accumulate >= 1; got 0"):
+        jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan, accumulate=0)
+    with pytest.raises(ValueError, match="got 'vmap'"):
+        jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan, transform="vmap")  # type: ignore[arg-type]
+    with pytest.raises(DispatchError):
+        jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of(max_in_flight=40))
+    two = jaxsync.make_plan(PARAMS, jaxsync.make_mesh({"data": 4, "model": 2}))
+    with pytest.raises(MeshError, match="transform='pmap' has one axis"):
+        jaxsync.make_train_step(loss_fn, optax.sgd(0.1), two, transform="pmap")
+    abstract = jaxsync.make_plan(PARAMS, jax.sharding.AbstractMesh((8,), ("data",)))
+    with pytest.raises(MeshError, match="it is an AbstractMesh"):
+        jaxsync.make_train_step(loss_fn, optax.sgd(0.1), abstract)
+
+
+def test_a_state_is_a_plain_pytree() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan_of(), donate=False)
+    state = step.init(PARAMS)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert ".step" in paths
+    assert ".params['w1']" in paths
+    host = jax.device_get(state)
+    next_state, _ = step(host, BATCH)  # a checkpoint read back as host arrays
+    check_close(next_state.params, step(state, BATCH)[0].params)
