@@ -115,7 +115,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(
     r"^(?:ROOT )?%?[\w.\-]+ = (?P<type>.+?) (?P<kind>" + "|".join(KINDS) + r")(?:-start)?\("
 )
-_CALLED = re.compile(r"(?:to_apply|calls|body|condition|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)")
+_CALLED = re.compile(r"(?:to_apply|calls|body|condition|branch_computations)=(?:\{([^}]*)\}|(%?[\w.\-]+))")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _ITEM_BITS = {"pred": 8, "s4": 4, "u4": 4}
 
@@ -161,7 +161,8 @@ def _looped_computations(bodies: dict[str, list[str]]) -> set[str]:
 
 
 def _called(line: str) -> list[str]:
-    return [name.lstrip("%") for group in _CALLED.findall(line) for name in group.split(", ")]
+    found = _CALLED.findall(line)
+    return [name.strip().lstrip("%") for several, one in found for name in (several or one).split(",")]
 
 
 def _collective(line: str, match: re.Match[str], in_loop: bool, mesh: Mesh | None) -> Collective:

@@ -101,7 +101,7 @@ def test_where_types_are_checked_the_line_needs_varying_parameters() -> None:
         rows = P("data")
         return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), rows, rows), out_specs=P()))
 
-    with pytest.raises(AlreadyReducedError, match="jaxsync.value_and_grad"):
+    with pytest.raises(AlreadyReducedError, match=r"jaxsync\.value_and_grad"):
         train(params, apply, tx, shard)
 
 
