@@ -200,11 +200,15 @@ def test_eight_places_are_shown_and_the_rest_counted() -> None:
     assert lines[8:10] == ["  - leaf 7", "  - and 12 more"]
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_the_docs_have_a_heading_for_each_error(cls: type) -> None:
+@pytest.mark.parametrize(("error", "builtin", "text"), EXAMPLES, ids=lambda x: type(x).__name__)
+def test_the_docs_have_a_section_with_the_text_of_each_error(
+    error: errors.JaxsyncError, builtin: type, text: str
+) -> None:
     page = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
-    section = page.split(f"## {cls.__name__}\n")[1].split("\n## ")[0]
-    for part in ("**Message**", "**Meaning**", "**When**", "**Solutions**", "**Example**"):
+    section = page.split(f"## {type(error).__name__}\n")[1].split("\n## ")[0]
+    assert f"```text\n{text}\n```" in section
+    assert f"(`{builtin.__name__}`)" in section
+    for part in ("**Meaning**", "**When**", "**Solutions**", "**Example**"):
         assert part in section
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsync.errors import ConfigError
-from jaxsync.workloads.workload import Batch, Params, shuffled_rows
+from jaxsync.workloads.workload import Batch, Params, mean_cross_entropy, normal, shuffled_rows
 
 _VAL_SHARE = 10  # one tenth of the text is held out
 _EVAL_WINDOWS = 32  # at once: bounds the memory of an evaluation, whatever the text's length
-_INIT_SCALE = 0.02  # Radford et al. 2019 (GPT-2), section 2.3
+_NORM_EPSILON = 1e-6  # keeps the norm of a row of zeros finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class Charlm:
         codes = np.array([index[char] for char in text], np.int32)
         cut = len(codes) - len(codes) // _VAL_SHARE
         if model.context >= len(codes) - cut:
-            problem = f"context = {model.context}: the held-out text has {len(codes) - cut} characters"
-            raise ConfigError(source="CharlmModel(...)", problems=(problem,))
+            problem = f"model.context = {model.context}: the held-out text has {len(codes) - cut} characters"
+            raise ConfigError(source="the charlm job", problems=(problem,))
         return cls(model=model, alphabet=alphabet, train=codes[:cut], val=codes[cut:])
 
     @property
@@ -95,24 +95,32 @@ class Charlm:
     def init_params(self, seed: int) -> Params:
         """New parameters. The embedding is the output layer too (Press and Wolf 2017, arXiv:1608.05859)."""
         width, num_blocks = self.model.width, self.model.num_blocks
-        token_key, place_key, *keys = jax.random.split(jax.random.key(seed), 2 + num_blocks)
+        rng = np.random.default_rng(seed)
         return {
-            "token": _normal(token_key, len(self.alphabet), width),
-            "place": _normal(place_key, self.model.context, width),
-            "blocks": [_init_block(key, width, num_blocks) for key in keys],
-            "norm": jnp.ones(width),
+            "token": normal(rng, (len(self.alphabet), width), width**-0.5),
+            "place": normal(rng, (self.model.context, width), width**-0.5),
+            "blocks": [_init_block(rng, width, num_blocks) for _ in range(num_blocks)],
+            "norm": np.ones(width, np.float32),
         }
 
     def loss_fn(self, params: Params, batch: Any) -> jax.Array:
         """The mean cross-entropy of the next character, in nats."""
         text = batch["text"]
-        log_p = jax.nn.log_softmax(_logits(params, text[:, :-1], self.model.num_heads))
-        return -jnp.take_along_axis(log_p, text[:, 1:, None], axis=-1).mean()
+        return mean_cross_entropy(self.logits(params, text[:, :-1]), text[:, 1:])
+
+    def logits(self, params: Params, text: Any) -> jax.Array:
+        """For each character of `text` [rows, length <= context], the logits of the one that follows."""
+        x = jnp.asarray(params["token"])[text] + params["place"][: text.shape[1]]
+        for block in params["blocks"]:
+            x = x + _attention(block, _rms_norm(x, block["attention_norm"]), self.model.num_heads)
+            hidden = jax.nn.gelu(_rms_norm(x, block["mlp_norm"]) @ block["mlp_in"])
+            x = x + hidden @ block["mlp_out"]
+        return jnp.dot(_rms_norm(x, params["norm"]), params["token"].T)
 
     def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
         """Windows that do not overlap within an epoch, shuffled; an incomplete last batch is dropped.
 
-        The windows of each epoch begin at another offset, so that no cut is seen twice.
+        The windows of each epoch begin at another offset, so that the cuts move.
         """
         context, rng = self.model.context, np.random.default_rng(seed)
         offset = 0
@@ -132,11 +140,13 @@ class Charlm:
         starts = np.arange(0, len(self.val) - context, context)
         windows = self.val[starts[:, None] + np.arange(context + 1)]
 
-        def losses(params: Params) -> jax.Array:
-            row = lambda text: self.loss_fn(params, {"text": text[None]})
-            return jax.lax.map(row, windows, batch_size=_EVAL_WINDOWS)
+        def mean_loss(params: Params, windows: jax.Array) -> jax.Array:
+            row_losses = jax.lax.map(
+                lambda text: self.loss_fn(params, {"text": text[None]}), windows, batch_size=_EVAL_WINDOWS
+            )
+            return jnp.mean(row_losses)
 
-        nats = float(np.mean(jax.jit(losses)(params)))
+        nats = float(jax.jit(mean_loss)(params, windows))
         return {"val_bits_per_char": nats / math.log(2), "unigram_bits_per_char": entropy_bits(self.val)}
 
 
@@ -151,39 +161,28 @@ def entropy_bits(codes: npt.NDArray[np.int32]) -> float:
     return float(-np.sum(shares * np.log2(shares)))
 
 
-def _normal(key: jax.Array, num_in: int, num_out: int, scale: float = _INIT_SCALE) -> jax.Array:
-    return jax.random.normal(key, (num_in, num_out)) * scale
-
-
-def _init_block(key: jax.Array, width: int, num_blocks: int) -> Params:
-    keys = jax.random.split(key, 4)
-    # What is added to the residual stream is scaled down with the number of additions (GPT-2, section 2.3).
-    residual_scale = _INIT_SCALE / math.sqrt(2 * num_blocks)
+def _init_block(rng: np.random.Generator, width: int, num_blocks: int) -> Params:
+    scale, wide_scale = width**-0.5, (4 * width) ** -0.5
+    # What is added to the residual stream shrinks with the number of additions, so that the stream does not
+    # grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+    shrink = (2 * num_blocks) ** -0.5
     return {
-        "attention_norm": jnp.ones(width),
-        "qkv": _normal(keys[0], width, 3 * width),
-        "attention_out": _normal(keys[1], width, width, residual_scale),
-        "mlp_norm": jnp.ones(width),
-        "mlp_in": _normal(keys[2], width, 4 * width),
-        "mlp_out": _normal(keys[3], 4 * width, width, residual_scale),
+        "attention_norm": np.ones(width, np.float32),
+        "qkv": normal(rng, (width, 3 * width), scale),
+        "attention_out": normal(rng, (width, width), scale * shrink),
+        "mlp_norm": np.ones(width, np.float32),
+        "mlp_in": normal(rng, (width, 4 * width), scale),
+        "mlp_out": normal(rng, (4 * width, width), wide_scale * shrink),
     }
-
-
-def _logits(params: Params, text: jax.Array, num_heads: int) -> jax.Array:
-    x = params["token"][text] + params["place"]
-    for block in params["blocks"]:
-        x = x + _attention(block, _rms_norm(x, block["attention_norm"]), num_heads)
-        hidden = jax.nn.gelu(_rms_norm(x, block["mlp_norm"]) @ block["mlp_in"])
-        x = x + hidden @ block["mlp_out"]
-    return _rms_norm(x, params["norm"]) @ params["token"].T
 
 
 def _attention(block: Params, x: jax.Array, num_heads: int) -> jax.Array:
     rows, length, width = x.shape
     qkv = (x @ block["qkv"]).reshape(rows, length, 3, num_heads, width // num_heads)
     heads = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
-    return heads.reshape(rows, length, width) @ block["attention_out"]
+    return jnp.dot(heads.reshape(rows, length, width), block["attention_out"])
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return jnp.multiply(x * jax.lax.rsqrt(mean_square + _NORM_EPSILON), scale)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsync.errors import ConfigError
-from jaxsync.workloads.workload import Batch, Params, import_extra, shuffled_rows
+from jaxsync.workloads.workload import Batch, Params, import_extra, mean_cross_entropy, normal, shuffled_rows
 
 _NUM_PIXELS = 64
 _NUM_CLASSES = 10
@@ -32,11 +34,9 @@ class DigitsModel:
     split_seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = (
-            [f"hidden = {list(self.hidden)}: wanted units of 1 or more"]
-            if min(self.hidden, default=1) < 1
-            else []
-        )
+        problems: list[str] = []
+        if min(self.hidden, default=1) < 1:
+            problems.append(f"hidden = {list(self.hidden)}: wanted sizes of 1 or more")
         if self.split_seed < 0:
             problems.append(f"split_seed = {self.split_seed}: wanted 0 or more")
         if problems:
@@ -66,10 +66,7 @@ class Digits:
         """
         datasets = import_extra("sklearn.datasets", package="scikit-learn", feature="The digits workload")
         pixels, labels = datasets.load_digits(return_X_y=True)
-        rows = {
-            "image": (pixels / _MAX_PIXEL).astype(np.float32),
-            "label": labels.astype(np.int32),
-        }
+        rows = {"image": (pixels / _MAX_PIXEL).astype(np.float32), "label": labels.astype(np.int32)}
         order = np.random.default_rng(model.split_seed).permutation(len(labels))
         held_out, kept = order[:_NUM_TEST_ROWS], order[_NUM_TEST_ROWS:]
         return cls(model=model, train=_take(rows, kept), test=_take(rows, held_out))
@@ -82,19 +79,18 @@ class Digits:
     def init_params(self, seed: int) -> Params:
         """New layers, normal with variance 2 / inputs (He et al. 2015, arXiv:1502.01852, section 2.2)."""
         sizes = [_NUM_PIXELS, *self.model.hidden, _NUM_CLASSES]
-        keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-        return {
-            f"layer_{index}": {
-                "kernel": jax.random.normal(key, (num_in, num_out)) * (2 / num_in) ** 0.5,
-                "bias": jnp.zeros(num_out),
+        rng = np.random.default_rng(seed)
+        return [
+            {
+                "kernel": normal(rng, (num_in, num_out), (2 / num_in) ** 0.5),
+                "bias": np.zeros(num_out, np.float32),
             }
-            for index, (key, num_in, num_out) in enumerate(zip(keys, sizes[:-1], sizes[1:], strict=True))
-        }
+            for num_in, num_out in itertools.pairwise(sizes)
+        ]
 
-    def loss_fn(self, params: Params, batch: Batch) -> jax.Array:
+    def loss_fn(self, params: Params, batch: Any) -> jax.Array:
         """The mean cross-entropy, in nats."""
-        log_p = jax.nn.log_softmax(_logits(params, batch["image"]))
-        return -jnp.take_along_axis(log_p, batch["label"][:, None], axis=-1).mean()
+        return mean_cross_entropy(_logits(params, batch["image"]), batch["label"])
 
     def batches(self, batch_size: int, seed: int) -> Iterator[Batch]:
         """Shuffled batches without end; an epoch's incomplete last batch is dropped."""
@@ -103,7 +99,7 @@ class Digits:
 
     def evaluate(self, params: Params) -> dict[str, float]:
         """`test_accuracy`: the share of held-out images told right."""
-        logits = jax.jit(_logits)(params, self.test["image"])
+        logits = np.asarray(jax.jit(_logits)(params, self.test["image"]))
         return {"test_accuracy": float(np.mean(np.argmax(logits, axis=-1) == self.test["label"]))}
 
 
@@ -113,7 +109,11 @@ def _take(rows: Batch, index: npt.NDArray[np.intp]) -> Batch:
 
 def _logits(params: Params, image: jax.Array) -> jax.Array:
     x = image
-    *hidden, last = params.values()
+    *hidden, last = params
     for layer in hidden:
-        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-    return x @ last["kernel"] + last["bias"]
+        x = jax.nn.relu(_dense(layer, x))
+    return _dense(last, x)
+
+
+def _dense(layer: Params, x: jax.Array) -> jax.Array:
+    return jnp.add(jnp.dot(x, layer["kernel"]), layer["bias"])

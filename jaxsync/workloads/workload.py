@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +25,7 @@ class Workload(Protocol):
         """Rows of the training set: the largest batch there can be."""
 
     def init_params(self, seed: int) -> Params:
-        """New parameters, the same for the same seed."""
+        """New parameters on the host, the same for the same seed."""
 
     def loss_fn(self, params: Params, batch: Any) -> jax.Array:
         """The mean loss over the rows of `batch`; traceable, and it communicates with nobody.
@@ -60,6 +61,29 @@ def shuffled_rows(num_rows: int, batch_size: int, seed: int) -> Iterator[npt.NDA
         order = rng.permutation(num_rows)
         for start in range(0, num_rows - batch_size + 1, batch_size):
             yield order[start : start + batch_size]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> npt.NDArray[np.float32]:
+    """Normal values of mean 0 and standard deviation `scale`, in float32 on the host.
+
+    On the host because `jax.random` would compile a program for each shape, which takes longer than a short
+    training; and an interrupt between such programs can crash the process while it exits (jax 0.10.2).
+    """
+    return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+
+def mean_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over all labels of -log softmax(logits)[label], in nats.
+
+    Args:
+        logits: [..., classes].
+        labels: [...], ints.
+
+    >>> round(float(mean_cross_entropy(jnp.zeros((3, 2)), jnp.zeros(3, jnp.int32))), 4)
+    0.6931
+    """
+    log_p = jax.nn.log_softmax(logits)
+    return jnp.negative(jnp.take_along_axis(log_p, labels[..., None], axis=-1).mean())
 
 
 def import_extra(module: str, *, package: str, feature: str) -> Any:

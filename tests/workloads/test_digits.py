@@ -31,8 +31,7 @@ def test_the_loss_is_that_of_numpy_in_float64() -> None:
     digits = Digits.load(DigitsModel(hidden=(16, 8)))
     params, batch = digits.init_params(seed=1), next(digits.batches(32, seed=0))
     x = batch["image"].astype(np.float64)
-    for index in range(3):
-        layer = params[f"layer_{index}"]
+    for index, layer in enumerate(params):
         x = (np.maximum(x, 0) if index else x) @ np.asarray(layer["kernel"], np.float64) + layer["bias"]
     log_p = x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
     wanted = -log_p[np.arange(32), batch["label"]].mean()
@@ -42,7 +41,7 @@ def test_the_loss_is_that_of_numpy_in_float64() -> None:
 def test_the_accuracy_is_the_share_of_test_images_told_right() -> None:
     digits = Digits.load(DigitsModel(hidden=()))
     # A model that always says 3.
-    params = {"layer_0": {"kernel": np.zeros((64, 10), np.float32), "bias": np.eye(10, dtype=np.float32)[3]}}
+    params = [{"kernel": np.zeros((64, 10), np.float32), "bias": np.eye(10, dtype=np.float32)[3]}]
     assert digits.evaluate(params) == {"test_accuracy": np.mean(digits.test["label"] == 3)}
 
 

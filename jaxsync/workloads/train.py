@@ -1,0 +1,228 @@
+"""Running a job: plan, compile, loop, and what came out of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxsync.audit import audit
+from jaxsync.devices import simulate_devices
+from jaxsync.errors import ConfigError
+from jaxsync.host.launcher import guard_dispatch
+from jaxsync.ingraph.grads import value_and_grad
+from jaxsync.mesh import make_mesh
+from jaxsync.placement import concrete_mesh
+from jaxsync.plan import SyncPlan, make_plan
+from jaxsync.step import Optimizer, TrainState, TrainStep, make_train_step
+from jaxsync.workloads.charlm import Charlm, CharlmModel
+from jaxsync.workloads.digits import Digits, DigitsModel
+from jaxsync.workloads.job import JobConfig, ModelConfig, TrainConfig
+from jaxsync.workloads.workload import Batch, Params, Workload, import_extra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps done.
+        loss: The mean training loss of the last of them.
+        num_skipped: Steps so far that changed nothing because the loss or a gradient was not finite.
+        steps_per_s: Since the first step was ready; None while there is no second.
+    """
+
+    step: int
+    loss: float
+    num_skipped: int
+    steps_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What came out of a run.
+
+    Attributes:
+        workload: Its name.
+        metrics: What the workload measured on held-out data, by name.
+        final_loss: The mean training loss of the last batch.
+        steps: Steps done, skipped ones included.
+        num_skipped: Steps that changed nothing because the loss or a gradient was not finite.
+        steps_per_s: Without the first step, and so without compiling; None if there was only one.
+        collectives_per_step: Collective instructions of the compiled step that run once a step.
+        collectives_in_loop: Those inside loops of the compiled step, which run any number of times.
+        bytes_synced_per_step: Bytes each device hands to the collectives of one sync, as the plan has it.
+        gradient_error: See `gradient_error`.
+        num_devices: Devices of the mesh.
+    """
+
+    workload: str
+    metrics: dict[str, float]
+    final_loss: float
+    steps: int
+    num_skipped: int
+    steps_per_s: float | None
+    collectives_per_step: int
+    collectives_in_loop: int
+    bytes_synced_per_step: int
+    gradient_error: float
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedJob:
+    """A job that nothing stands in the way of: what `run_job` needs. Made by `prepare_job`."""
+
+    config: JobConfig
+    workload: Workload
+    plan: SyncPlan
+    step: TrainStep
+
+
+def prepare_job(config: JobConfig) -> PreparedJob:
+    """Data, plan and step of a job. Simulates the job's devices; compiles and trains nothing.
+
+    Raises:
+        MissingExtraError: optax, or what the data needs, is not installed.
+        BackendStartedError: JAX has made other devices than the job simulates.
+        DeviceCountError: There are fewer devices than the mesh needs.
+        ConfigError: The data set does not fit the job.
+        MeshError: `transform = "pmap"` and the mesh has more than one axis.
+        DispatchError: `sync.max_in_flight` cannot work.
+    """
+    train = config.train
+    tx = make_optimizer(train)
+    if config.devices:
+        simulate_devices(config.devices)
+    mesh = make_mesh(config.mesh)
+    workload = load_workload(config.model)
+    if train.batch_size > workload.num_rows:
+        problem = f"train.batch_size = {train.batch_size}: the data set has {workload.num_rows} rows"
+        raise ConfigError(source=f"the {config.workload} job", problems=(problem,))
+    plan = make_plan(workload.init_params(train.seed), mesh, config=config.sync)
+    step = make_train_step(workload.loss_fn, tx, plan, accumulate=train.accumulate, transform=train.transform)
+    return PreparedJob(config=config, workload=workload, plan=plan, step=step)
+
+
+def load_workload(model: ModelConfig) -> Workload:
+    """The workload of a `[model]` table, with its data."""
+    match model:
+        case DigitsModel():
+            return Digits.load(model)
+        case CharlmModel():
+            return Charlm.load(model)
+
+
+def make_optimizer(config: TrainConfig) -> Optimizer:
+    """AdamW with a linear warmup and a cosine decay to 0 (Loshchilov and Hutter 2019, arXiv:1711.05101).
+
+    Raises:
+        MissingExtraError: optax is not installed.
+    """
+    optax = import_extra("optax", package="optax", feature="Training")
+    warmup = min(round(config.warmup * config.steps), config.steps - 1)
+    decay = optax.cosine_decay_schedule(config.learning_rate, config.steps - warmup)
+    if warmup:
+        # Not from 0: the first step would change nothing.
+        rise = optax.linear_schedule(config.learning_rate / (warmup + 1), config.learning_rate, warmup)
+        decay = optax.join_schedules([rise, decay], [warmup])
+    tx: Optimizer = optax.adamw(decay, weight_decay=config.weight_decay)
+    return tx
+
+
+def run_job(job: PreparedJob, on_progress: Callable[[Progress], None] = lambda progress: None) -> TrainResult:
+    """Trains, evaluates, and checks one synced gradient against a single device's.
+
+    Threading: runs on the calling thread and blocks until all is done.
+
+    Args:
+        job: From `prepare_job`.
+        on_progress: Called after the first step, every `report_every` steps and after the last one.
+    """
+    workload, plan, train = job.workload, job.plan, job.config.train
+    state = job.step.init(workload.init_params(train.seed))
+    sample = next(workload.batches(train.batch_size, train.seed))
+    report = audit(job.step, state, sample)
+    state, last = _train(job, state, on_progress)
+    params = jax.device_get(state.params)
+    return TrainResult(
+        workload=job.config.workload,
+        metrics=workload.evaluate(params),
+        final_loss=last.loss,
+        steps=last.step,
+        num_skipped=last.num_skipped,
+        steps_per_s=last.steps_per_s,
+        collectives_per_step=len(report.collectives) - len(report.in_loop),
+        collectives_in_loop=len(report.in_loop),
+        bytes_synced_per_step=plan.num_bytes,
+        gradient_error=gradient_error(workload, plan, params, sample),
+        num_devices=concrete_mesh(plan).size,
+    )
+
+
+def _train(
+    job: PreparedJob, state: TrainState, on_progress: Callable[[Progress], None]
+) -> tuple[TrainState, Progress]:
+    """All steps. Only those that are looked at are awaited; the step itself bounds how many are in flight."""
+    config = job.config.train
+    batches = job.workload.batches(config.batch_size, config.seed)
+    flags: list[jax.Array] = []  # of the steps since the last look
+    num_skipped, ready_s = 0, 0.0
+    for number in range(1, config.steps + 1):
+        state, metrics = job.step(state, next(batches))
+        flags.append(metrics["finite"])
+        if number not in (1, config.steps) and number % config.report_every:
+            continue
+        jax.block_until_ready((state, metrics))
+        now_s = time.perf_counter()
+        ready_s = ready_s or now_s  # the first step compiles, so time starts when it is ready
+        num_skipped += sum(not flag for flag in jax.device_get(flags))
+        flags.clear()
+        progress = Progress(
+            step=number,
+            loss=float(metrics["loss"]) / _num_summed(job.plan),
+            num_skipped=num_skipped,
+            steps_per_s=(number - 1) / (now_s - ready_s) if number > 1 else None,
+        )
+        on_progress(progress)
+    return state, progress
+
+
+def gradient_error(workload: Workload, plan: SyncPlan, params: Params, batch: Batch) -> float:
+    """How far one synced gradient is from that of the same batch on a single device.
+
+    The largest difference of any element, divided by the norm of the whole single-device gradient (both
+    compared in float64). The synced gradient is that of `jaxsync.value_and_grad` inside `jax.shard_map`.
+
+    Args:
+        workload: Gives the loss.
+        plan: The plan under test.
+        params: Host arrays.
+        batch: Host arrays; rows a multiple of `plan.num_replicas`.
+    """
+    loss_and_grad = value_and_grad(workload.loss_fn, plan)
+    sharded = jax.shard_map(
+        lambda params, batch: loss_and_grad(params, batch)[1],
+        mesh=concrete_mesh(plan),
+        in_specs=(plan.specs, plan.batch_spec),
+        out_specs=plan.specs,
+    )
+    synced = guard_dispatch(jax.jit(sharded), plan.config.max_in_flight)(params, batch)
+    _, single = jax.jit(jax.value_and_grad(workload.loss_fn))(params, batch)
+    wanted = _flat(single) * _num_summed(plan)
+    difference, norm = np.max(np.abs(_flat(synced) - wanted)), np.linalg.norm(wanted)
+    return float(difference / norm if norm else difference)
+
+
+def _num_summed(plan: SyncPlan) -> int:
+    """By what a synced loss or gradient is larger than the mean over devices."""
+    return plan.num_replicas if plan.config.reduce == "sum" else 1
+
+
+def _flat(tree: Any) -> npt.NDArray[np.float64]:
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
