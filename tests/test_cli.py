@@ -7,28 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 import jaxsync
 from jaxsync.cli import format_result, main
 from jaxsync.workloads.train import TrainResult
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 DIGITS, CHARLM = str(CONFIGS / "digits.toml"), str(CONFIGS / "charlm.toml")
 SHORT = ["--set", "train.steps=4", "--set", "model.hidden=[16]"]
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        yield
-
-
-def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+def run_process(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", *args], capture_output=True, text=True, timeout=200, check=False
     )
@@ -56,7 +50,7 @@ def test_a_run_prints_its_report_on_stdout_and_the_bar_on_stderr(capsys: pytest.
 
 
 def test_json_is_one_object_on_stdout_and_nothing_else() -> None:
-    done = run_python("-m", "jaxsync.cli", "train", DIGITS, "--json", *SHORT)
+    done = run_process("-m", "jaxsync.cli", "train", DIGITS, "--json", *SHORT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
@@ -170,7 +164,7 @@ def test_a_file_that_is_no_toml_is_named_with_the_place(
 
 
 def test_an_error_in_a_process_of_its_own_has_no_traceback() -> None:
-    done = run_python("-m", "jaxsync", "train", DIGITS, "--set", "devices=0")
+    done = run_process("-m", "jaxsync", "train", DIGITS, "--set", "devices=0")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("jaxsync: The mesh needs 8 devices; JAX has ")
     assert "Traceback" not in done.stderr
@@ -179,7 +173,7 @@ def test_an_error_in_a_process_of_its_own_has_no_traceback() -> None:
 @pytest.mark.parametrize(
     ("module", "package", "feature"),
     [
-        ("optax", "optax", "Training"),
+        ("optax", "optax", "jaxsync train"),
         ("rich", "rich", "The progress bar"),
         ("sklearn", "scikit-learn", "The digits workload"),
     ],
@@ -191,7 +185,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
         f"import sys; sys.modules[{module!r}] = None; from jaxsync.cli import main; "
         f"sys.exit(main(['train', {DIGITS!r}]))"
     )
-    done = run_python("-c", code)
+    done = run_process("-c", code)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"jaxsync: {feature} needs the package {package!r}, which is not installed.\n"
@@ -204,7 +198,7 @@ def test_json_needs_no_progress_bar() -> None:
         "import sys; sys.modules['rich'] = None; from jaxsync.cli import main; "
         f"sys.exit(main(['train', {DIGITS!r}, '--json', *{SHORT!r}]))"
     )
-    done = run_python("-c", code)
+    done = run_process("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["steps"] == 4
 
@@ -285,7 +279,7 @@ def test_importing_the_command_line_starts_no_backend_and_needs_no_extra() -> No
         "jaxsync.simulate_devices(3)\n"  # refused if there were devices already
         "print(len(jax.devices()))\n"
     )
-    done = run_python("-c", code)
+    done = run_process("-c", code)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "[]\n3\n")
 
 

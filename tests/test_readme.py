@@ -9,7 +9,8 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def test_the_example_runs_as_it_stands(run_python) -> None:
-    example = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "import" in block)
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    example = next(block for block in blocks if "import" in block)
     done = run_python(example)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

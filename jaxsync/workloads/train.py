@@ -124,7 +124,7 @@ def make_optimizer(config: TrainConfig) -> Optimizer:
     Raises:
         MissingExtraError: optax is not installed.
     """
-    optax = import_extra("optax", package="optax", feature="Training")
+    optax = import_extra("optax", package="optax", feature="jaxsync train")
     warmup = min(round(config.warmup * config.steps), config.steps - 1)
     decay = optax.cosine_decay_schedule(config.learning_rate, config.steps - warmup)
     if warmup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, TrainConfig
 from jaxsync.workloads.train import Progress, gradient_error, make_optimizer, prepare_job, run_job
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = JobConfig(
     workload="digits",
@@ -27,12 +28,6 @@ SMALL = JobConfig(
     train=TrainConfig(steps=3, batch_size=32, learning_rate=1e-2),
     model=DigitsModel(hidden=(16,)),
 )
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        yield
 
 
 def with_train(job: JobConfig, **changes: Any) -> JobConfig:
