@@ -156,7 +156,8 @@ def _hint_text(hint: Any) -> str:
         return " or ".join(_hint_text(option) for option in options)
     if typing.get_origin(hint) is tuple:
         return f"a list of {_hint_text(options[0])}"
-    return str(getattr(hint, "__name__", hint))
+    is_table = hint is dict or typing.get_origin(hint) is dict
+    return "a table" if is_table else str(getattr(hint, "__name__", hint))
 
 
 def _dtype_name(dtype: Any) -> str:

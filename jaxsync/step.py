@@ -119,9 +119,10 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and metrics: see `make_train_step`."""
-        check_not_deleted({"state": state, "batch": batch})
+        rows = jax.tree.leaves(batch)
+        check_not_deleted([*jax.tree.leaves(state), *rows], {"state": state, "batch": batch})
         if self._donate:
-            check_not_aliased("state", state)
+            check_not_aliased("state", state, rows)
         batch = self._place_batch(batch)
         result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
             lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)

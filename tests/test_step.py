@@ -368,7 +368,21 @@ def test_a_donated_state_that_holds_an_array_twice_is_refused() -> None:
     shared = dataclasses.replace(state, params={"a": state.params["a"], "b": state.params["a"]})
     with pytest.raises(AliasedArrayError) as caught:
         step(shared, np.ones(8, np.float32))
-    assert caught.value.leaves == (("state.params['a']", "state.params['b']"),)
+    assert caught.value.leaves == (("state.params['b']", "state.params['a']"),)
+    with pytest.raises(AliasedArrayError) as caught:
+        step(state, {"x": np.ones(8, np.float32), "w": state.params["a"]})
+    assert caught.value.leaves == (("state.params['a']", "another argument"),)
+
+
+def test_one_array_may_stand_twice_in_a_batch() -> None:
+    rows = jax.device_put(X[:, :2], NamedSharding(jaxsync.make_mesh({"data": 8}), P("data")))
+    params = {"w": jnp.ones((2, 2))}
+    loss = lambda p, b: jnp.mean((b["x"] @ p["w"] - b["y"]) ** 2)  # noqa: E731
+    step = jaxsync.make_train_step(loss, optax.sgd(0.1), plan_of(params=params))
+    _, metrics = step(step.init(params), {"x": rows, "y": rows})
+    assert float(metrics["loss"]) == pytest.approx(
+        np.mean((X[:, :2] @ np.ones((2, 2)) - X[:, :2]) ** 2), rel=1e-5
+    )
 
 
 def test_without_donation_a_state_can_be_used_again() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -163,9 +163,10 @@ class GuardedFunction(Generic[P, R]):
         """The wrapped call, through the launcher."""
         fn: Callable[P, R] = self.__wrapped__  # set by update_wrapper
 
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
             return fn(*args, **kwargs)  # part of another program
-        check_not_deleted({"args": args, "kwargs": kwargs})
+        check_not_deleted(leaves, {"args": args, "kwargs": kwargs})
 
         def witness(outputs: R) -> Witness:
             return find_witness(outputs, (args, kwargs))
@@ -221,42 +222,57 @@ def find_witness(outputs: Any, inputs: Any) -> Witness:
     return (min(sure, key=lambda array: array.size),) if sure else tuple(made)
 
 
-def check_not_deleted(trees: Mapping[str, Any]) -> None:
+def check_not_deleted(leaves: Sequence[Any], trees: Mapping[str, Any]) -> None:
     """Refuses arguments whose buffers are gone.
 
     JAX 0.10 finds out device by device, while other devices already run their share; on CPU the process
     then often ends with a segmentation fault.
 
     Args:
+        leaves: All leaves of `trees`, which the caller has at hand: this runs before every launch.
         trees: What each argument is called -> the argument.
 
     Raises:
         DeletedArrayError: Names each of them.
     """
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(trees)):
-        found = [
-            f"{name}{jax.tree_util.keystr(path)}"
-            for name, tree in trees.items()
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-            if isinstance(x, jax.Array) and x.is_deleted()
-        ]
-        raise DeletedArrayError(leaves=tuple(found))
+    if not _has_deleted(leaves):
+        return
+    found = [
+        f"{name}{jax.tree_util.keystr(path)}"
+        for name, tree in trees.items()
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if isinstance(x, jax.Array) and x.is_deleted()
+    ]
+    raise DeletedArrayError(leaves=tuple(found))
 
 
-def check_not_aliased(name: str, tree: Any) -> None:
-    """Refuses a tree, about to be donated, that holds one array twice: the end of the process, likewise.
+def _has_deleted(leaves: Sequence[Any]) -> bool:
+    try:  # isinstance(x, jax.Array) takes longer than the question itself
+        return any([x.is_deleted() for x in leaves])  # noqa: C419  # and a generator than a list
+    except AttributeError:
+        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+def check_not_aliased(name: str, donated: Any, other_leaves: Sequence[Any]) -> None:
+    """Refuses a tree, about to be donated, one array of which is passed twice: the end of the process, too.
+
+    Args:
+        name: What the donated argument is called.
+        donated: The donated argument.
+        other_leaves: The leaves of the other arguments.
 
     Raises:
         AliasedArrayError: Names each pair of places.
     """
-    leaves = jax.tree.leaves(tree)
-    if len({id(x) for x in leaves}) == len(leaves):
+    leaves = jax.tree.leaves(donated)
+    ids = set(map(id, leaves))
+    if len(ids) == len(leaves) and ids.isdisjoint(map(id, other_leaves)):
         return
-    first: dict[int, str] = {}
+    first = {id(x): "another argument" for x in other_leaves}
     pairs = []
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for path, x in jax.tree_util.tree_leaves_with_path(donated):
         place = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(x, jax.Array) and first.setdefault(id(x), place) != place:
-            pairs.append((first[id(x)], place))
+            pairs.append((place, first[id(x)]))
     if pairs:
         raise AliasedArrayError(leaves=tuple(pairs))
