@@ -173,8 +173,7 @@ LOOP = """
     import sys
     import jax, jax.numpy as jnp, numpy as np, optax
     import jaxsync
-    from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+    from jax.sharding import PartitionSpec as P
 
     n, kind, pool, steps = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     if pool == "enlarged":

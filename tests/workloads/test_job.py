@@ -146,7 +146,7 @@ def test_wrong_values_in_all_tables_are_named_at_once(file: Path) -> None:
         ("train.warmup=1.5", "train.warmup = 1.5: wanted a share of the steps, from 0 to 1"),
         ("train.seed=-1", "train.seed = -1: wanted 0 or more"),
         ("train.transform=vmap", "train.transform = 'vmap': wanted 'shard_map' or 'pmap'"),
-        ("train=3", "train = 3: wanted dict"),
+        ("train=3", "train = 3: wanted a table"),
         ("model.split_seed=-1", "model.split_seed = -1: wanted 0 or more"),
         (
             "train.batch_size=60",
