@@ -4,6 +4,7 @@ Importing this package starts no backend, no thread, and needs no extra.
 """
 
 from jaxsync.audit import Audit, audit
+from jaxsync.client import SyncClient, start
 from jaxsync.config import SyncConfig
 from jaxsync.devices import simulate_devices
 from jaxsync.host.launcher import guard_dispatch
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
+    "SyncClient",
     "SyncConfig",
     "SyncPlan",
     "TrainState",
@@ -30,6 +32,7 @@ __all__ = [
     "make_plan",
     "make_train_step",
     "simulate_devices",
+    "start",
     "sync_gradients",
     "synchronize",
     "value_and_grad",

@@ -35,6 +35,8 @@ class SyncConfig:
         bucket_max_bytes: At most so many bytes are fused into one bucket.
         timeout_s: Seconds after which an incomplete host-side sync fails.
         stall_warning_s: Seconds after which a host-side sync that is still incomplete is reported.
+        unused: What a sync does with a leaf that a device announced and did not hand over: `"error"` names
+            it and fails the step for all, `"zero"` takes its gradient for zero.
         max_in_flight: How many launched programs may be un-awaited: default 8 on CPU, where more than 32
             abort the process, and no limit on accelerators.
 
@@ -50,6 +52,7 @@ class SyncConfig:
     bucket_max_bytes: int = 1 << 20
     timeout_s: float = 60.0
     stall_warning_s: float = 10.0
+    unused: Literal["error", "zero"] = "error"
     max_in_flight: int | None = None
 
     def __post_init__(self) -> None:

@@ -62,10 +62,17 @@ def _differing_devices(leaf: Any) -> tuple[str, str] | None:
     return None
 
 
-def place_leaves(leaves: Sequence[Any], plan: SyncPlan) -> list[Any]:
-    """Parameter leaves, in plan order, on the plan's mesh as their specs say. May share buffers."""
+def place_leaves(leaves: Sequence[Any], plan: SyncPlan, *, copy: bool = False) -> list[Any]:
+    """Parameter leaves, in plan order, on the plan's mesh as their specs say.
+
+    Args:
+        leaves: The leaves.
+        plan: The plan.
+        copy: Whether the result has buffers of its own; else it may share those of `leaves`.
+    """
     mesh = concrete_mesh(plan)
-    return list(jax.device_put(list(leaves), [NamedSharding(mesh, leaf.spec) for leaf in plan.leaves]))
+    shardings = [NamedSharding(mesh, leaf.spec) for leaf in plan.leaves]
+    return list(jax.device_put(list(leaves), shardings, may_alias=False if copy else None))
 
 
 def check_batch(batch: Any, divisor: int) -> None:

@@ -59,12 +59,20 @@ def sync_gradients(grads: Any, plan: SyncPlan) -> Any:
     check_axes_bound(plan, "sync_gradients")
     leaves, rebuild = match_tree(grads, plan, "grads")
     check_not_reduced(plan.leaves, leaves)
+    return rebuild(reduce_leaves(plan, leaves))
+
+
+def reduce_leaves(plan: SyncPlan, leaves: Sequence[Any]) -> list[Any]:
+    """Local gradients in plan order, reduced; those that are None stay None.
+
+    Collectives: one all-reduce for each dtype and set of axes among them.
+    """
     manifest = reduce.make_manifest(plan, leaves)
     packed = reduce.scale_before(plan, manifest, reduce.pack(manifest, leaves))
     summed, _ = reduce.all_reduce(manifest, packed, (), plan.data_axes)
     divisor = plan.num_replicas if plan.config.reduce == "mean" else 1
     finished = reduce.finish(plan, manifest, summed, divisor)
-    return rebuild(reduce.unpack(manifest, finished, [_passed(value) for value in leaves]))
+    return reduce.unpack(manifest, finished, [_passed(value) for value in leaves])
 
 
 def _passed(value: Any) -> Any:

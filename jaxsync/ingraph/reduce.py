@@ -27,27 +27,30 @@ class Cargo:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def make_manifest(plan: SyncPlan, leaves: Sequence[jax.Array]) -> tuple[Cargo, ...]:
-    """How these gradients fill the plan's buckets.
+def make_manifest(plan: SyncPlan, leaves: Sequence[jax.Array | None]) -> tuple[Cargo, ...]:
+    """How these gradients fill the plan's buckets. Leaves that are None are left out.
 
     A bucket is split where its leaves cannot be one flat array: they are in different states over a reduce
     axis (varying and unreduced), or sharded over an axis that is not manual here, where flattening would
     move data between devices.
     """
     return tuple(
-        Cargo(bucket=bucket, leaves=group, shapes=tuple(leaves[i].shape for i in group))
+        Cargo(bucket=bucket, leaves=group, shapes=tuple(_shape(leaves[i]) for i in group))
         for bucket in plan.buckets
         for group in _groups(plan, bucket, leaves)
     )
 
 
-def _groups(plan: SyncPlan, bucket: Bucket, leaves: Sequence[jax.Array]) -> list[tuple[int, ...]]:
-    if not bucket.is_fused:
-        return [bucket.leaves]
+def _shape(leaf: jax.Array | None) -> tuple[int, ...]:
+    return () if leaf is None else leaf.shape
+
+
+def _groups(plan: SyncPlan, bucket: Bucket, leaves: Sequence[jax.Array | None]) -> list[tuple[int, ...]]:
     groups: dict[object, list[int]] = {}
     for i in bucket.leaves:
-        is_local = leaves[i].shape == plan.leaves[i].local_shape
-        groups.setdefault(jax.typeof(leaves[i]).manual_axis_type if is_local else i, []).append(i)
+        if (leaf := leaves[i]) is not None:
+            is_local = leaf.shape == plan.leaves[i].local_shape
+            groups.setdefault(jax.typeof(leaf).manual_axis_type if is_local else i, []).append(i)
     return [tuple(group) for group in groups.values()]
 
 

@@ -1,0 +1,517 @@
+"""SyncClient: gradients that single devices hand over, synced by one loop on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxsync.config import SyncConfig
+from jaxsync.errors import (
+    CallbackError,
+    ClosedError,
+    ForkedProcessError,
+    NotRegisteredError,
+    RegistrationError,
+    SetMismatchError,
+    StartConflictError,
+    SubmissionError,
+    TracedSubmissionError,
+    UnknownNameError,
+    WrongThreadError,
+)
+from jaxsync.exchange import Deferred, Exchange
+from jaxsync.host.loop import Loop
+from jaxsync.host.messages import Defer, Fail, Message, Register, Submit, Sync
+from jaxsync.host.recorder import Recorder
+from jaxsync.host.state import Setup, State, open_step
+from jaxsync.host.ticket import Ticket
+from jaxsync.mesh import format_mesh
+from jaxsync.placement import check_replicas_equal, place_leaves
+from jaxsync.plan import SyncPlan, make_plan
+
+_MAX_DEFERRED = 1000  # callbacks that wait: beyond it, defer waits for the oldest
+_CLOSE_S = 5.0
+_EXIT_S = 2.0
+
+Device: TypeAlias = "int | jax.Device"
+
+
+class SyncClient:
+    """The host side of sync: registration, gradients handed over by device, deferred callbacks, shutdown.
+
+    For work that is not one compiled step: one thread for each device, or one thread that goes through
+    them. (A compiled step needs `make_train_step`; `defer` is useful beside it.) A context manager.
+
+    In each step a device announces leaves (`register_sync_parameters(..., device=...)`; a device that does
+    not, and submits, takes part with all), hands over gradients and ends with `submit_sync_collective`. A
+    bucket is reduced as soon as every device has handed over its leaves. What comes out is bit for bit what
+    `sync_gradients` computes.
+
+    When something fails, it fails for all: every waiter, and every later call, gets an error that names the
+    step, the devices and the leaves, with the first cause attached. Close the client and start anew.
+
+    Threading: every method may be called from any thread, and blocks for microseconds at most, but for
+    `close` and for `defer` when 1,000 callbacks wait. A device's own calls must be in order: by one thread,
+    or by several that agree. Callbacks run on the loop's thread, one after the other in the order of `defer`,
+    and hold up syncs while they run.
+
+    >>> import jax, jax.numpy as jnp, jaxsync
+    >>> mesh = jaxsync.make_mesh({"data": 4})
+    >>> with SyncClient(mesh) as client:
+    ...     _ = client.register_sync_parameters({"w": jnp.zeros(2)})
+    ...     for i, device in enumerate(mesh.devices.flat):
+    ...         client.submit_gradient_sync(device, {"w": jax.device_put(jnp.full(2, 1.0 * i), device)})
+    ...     tickets = [client.submit_sync_collective(device) for device in mesh.devices.flat]
+    ...     tickets[0].wait()
+    {'w': Array([1.5, 1.5], dtype=float32)}
+    """
+
+    def __init__(self, mesh: Mesh, config: SyncConfig | None = None) -> None:
+        self.config = SyncConfig() if config is None else config
+        self.mesh = mesh
+        self._pid = os.getpid()
+        self._plan: SyncPlan | None = None
+        empty = make_plan({}, mesh, config=self.config)
+        self._recorder = Recorder()
+        self._exchange = Exchange(empty, self._recorder)  # does not know the client, or it would never go
+        self._loop = Loop(self._exchange, self._setup(empty), "jaxsync-loop")
+        self._exchange.post = self._loop.post
+        # Runs when the last reference goes, and at exit before JAX takes its runtime down.
+        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._exchange, os.getpid())
+        self._loop.start()
+
+    @property
+    def plan(self) -> SyncPlan:
+        """The plan of the registered parameters.
+
+        Raises:
+            NotRegisteredError: Nothing has been registered.
+        """
+        return self._registered_plan("client.plan")
+
+    def register_sync_parameters(
+        self, params: Any, specs: Any = None, *, device: Device | None = None
+    ) -> Any:
+        """Registers the parameters; or announces the leaves of one device's coming step.
+
+        Args:
+            params: Without `device`: the tree of parameters, arrays with global shapes. With `device`: the
+                tree, or a part of it with the same paths: all devices must announce the same. If nothing is
+                registered yet, the first announcement registers.
+            specs: As for `make_plan`; without `device` only.
+            device: A device of the mesh, or its index.
+
+        Returns:
+            Without `device`: the parameters as arrays on the mesh, in buffers of their own. With `device`:
+            `params`.
+
+        Raises:
+            RegistrationError, SpecError, DataShardedError, MeshError: As for `make_plan`.
+            ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
+            DuplicateError: That device has announced, or begun to submit, before in this step.
+            UnknownNameError: There is no such device.
+            SetMismatchError: Devices announce different leaves, shapes or dtypes: fails all.
+            JaxsyncError: What the client is broken by.
+        """
+        self._check("register_sync_parameters", params)
+        if device is not None:
+            self._announce(params, self._index(device))
+            return params
+        check_replicas_equal(params)
+        plan = make_plan(params, self.mesh, specs, self.config)
+        self._adopt(plan)
+        return jax.tree.unflatten(plan.treedef, place_leaves(jax.tree.leaves(params), plan, copy=True))
+
+    def submit_gradient_sync(self, device: Device, name_or_tree: Any, grad: Any = None) -> None:
+        """Hands over gradients of one device. Returns at once.
+
+        Args:
+            device: A device of the mesh, or its index.
+            name_or_tree: A tree of gradients, all or part of the registered one; or the path of a leaf or
+                subtree (as `jax.tree_util.keystr` writes it), of which `grad` is the gradient.
+            grad: The array or subtree for a path.
+
+        Raises:
+            SubmissionError: A gradient has another shape or dtype than the device's shard, lives elsewhere,
+                is deleted, or was not announced.
+            TracedSubmissionError: Called inside a traced function.
+            DuplicateError: A gradient was handed over before in this step.
+            StepOverlapError: The device is two steps ahead of another.
+            UnknownNameError: There is no such device or leaf.
+            NotRegisteredError: Nothing has been registered.
+            JaxsyncError: What the client is broken by.
+        """
+        self._check("submit_gradient_sync", (name_or_tree, grad))
+        index = self._index(device)
+        gradients = self._match(index, name_or_tree, grad)
+        mask = sum(1 << leaf for leaf in gradients)
+
+        def commit(state: State) -> None:
+            self._exchange.keep(open_step(state, index) or 0, index, gradients)
+
+        self._post(Submit(device=index, leaves=mask), "submit_gradient_sync", index, commit)
+
+    def submit_sync_collective(self, device: Device) -> Ticket[Any]:
+        """Says that this device has handed over all gradients of its step.
+
+        Args:
+            device: A device of the mesh, or its index.
+
+        Returns:
+            A ticket for the synced gradients of that device: the registered tree of arrays on that device,
+            with None for leaves that were not announced.
+
+        Raises:
+            UnknownNameError: There is no such device.
+            StepOverlapError: The device is two steps ahead of another.
+            NotRegisteredError: Nothing has been registered.
+            JaxsyncError: What the client is broken by.
+        """
+        self._check("submit_sync_collective")
+        self._registered_plan("submit_sync_collective")
+        index = self._index(device)
+        number = self._exchange.next_number()
+        ticket = self._ticket(f"the sync of {self._exchange.explainer.devices[index]}")
+        self._exchange.tickets[number] = ticket
+        try:
+            self._post(Sync(device=index, ticket=number), "submit_sync_collective", index)
+        except Exception:
+            self._exchange.tickets.pop(number, None)
+            raise
+        return ticket
+
+    def defer(self, callback: Callable[..., Any], *arrays: Any) -> Ticket[Any]:
+        """Runs `callback(*host_values)` on the loop's thread once the arrays are ready.
+
+        Args:
+            callback: Gets NumPy values; what it returns answers the ticket.
+            *arrays: Arrays, or trees of them.
+
+        Returns:
+            A ticket; nobody needs to wait for it. If the callback raises, the ticket does, or else `close`.
+
+        Raises:
+            TracedSubmissionError: Called inside a traced function.
+            JaxsyncError: What the client is broken by.
+        """
+        self._check("defer", arrays)
+        while len(self._exchange.deferred) >= _MAX_DEFERRED and not self._loop.is_loop_thread():
+            self._exchange.deferred[0].ticket.wait_until_done()
+        number = self._exchange.next_number()
+        ticket = self._ticket(f"the callback {getattr(callback, '__qualname__', callback)!s}")
+
+        def commit(state: State) -> None:
+            self._exchange.tickets[number] = ticket
+            deferred = Deferred(number=number, ticket=ticket, callback=callback, arrays=arrays)
+            self._exchange.deferred.append(deferred)
+
+        self._post(Defer(ticket=number), "defer", -1, commit)
+        self._loop.poke()
+        return ticket
+
+    def abort(self, error: BaseException, device: Device | None = None) -> None:
+        """Fails the step for all: every waiter, and every later call, gets `error` as the cause.
+
+        For a thread that cannot go on. The first cause wins.
+
+        Args:
+            error: What happened.
+            device: The device it happened on.
+        """
+        self._check("abort")
+        devices = () if device is None else (self._index(device),)
+        self._loop.post(Fail(cause=self._exchange.note_cause(error), devices=devices))
+        self._loop.poke()
+
+    def describe(self) -> str:
+        """What the client is doing, for people: the plan, the open steps, who owes what, the last events.
+
+        Threading: waits for nobody.
+        """
+        self._check_fork("describe")
+        state, explain = self._loop.state, self._exchange.explainer
+        lines = [f"SyncClient over mesh ({format_mesh(self.mesh)})", f"next step {state.first}"]
+        if state.failure is not None:
+            lines.append(f"broken: {state.failure.kind} in step {state.failure.step}")
+        for current in state.steps:
+            waiting = [d for d, ticket in enumerate(current.tickets) if ticket is None]
+            owed = [state.setup.all_leaves & ~current.submitted[d] for d in waiting]
+            lines.append(
+                f"step {current.number}: of {len(state.setup.buckets)} buckets {current.num_launched} are "
+                f"launched and {current.num_finished} finished"
+            )
+            lines += [f"  {line}" for line in explain.owed(tuple(waiting), tuple(owed))]
+        lines.append(f"{len(state.deferred)} callbacks wait")
+        return "\n".join([*lines, self._recorder.format()])
+
+    def statistics(self) -> Mapping[str, int]:
+        """Counts since the start: submissions, launches, bytes (on one device), steps, callbacks.
+
+        Threading: waits for nobody.
+        """
+        self._check_fork("statistics")
+        return dict(self._exchange.counts)
+
+    def record(self) -> str:
+        """The last 1,000 events as a JSON list.
+
+        Threading: waits for nobody.
+        """
+        self._check_fork("record")
+        return self._recorder.to_json()
+
+    def close(self, timeout: float = _CLOSE_S) -> None:
+        """Ends the client. Closing again does nothing.
+
+        Runs the callbacks whose arrays become ready in time, answers what is still pending with
+        `ClosedError`, stops the loop and joins its thread.
+
+        Args:
+            timeout: Seconds for all of it.
+
+        Raises:
+            CallbackError: Deferred callbacks had raised, and nobody had seen it. Raised once.
+            TimeoutError: The thread had not ended in time; it ends as soon as its callback does.
+            WrongThreadError: Called on the loop's thread.
+        """
+        self._check_fork("close")
+        if self._loop.is_loop_thread():
+            raise WrongThreadError(function="close")
+        deadline = time.monotonic() + timeout
+        if self._loop.is_alive:
+            _drain(self._exchange, timeout)
+        self._loop.close()
+        if not self._loop.join(max(0.1, deadline - time.monotonic())):
+            raise TimeoutError(f"close: the loop did not end within {timeout:g} s: a callback still runs")
+        self._finalizer.detach()
+        errors, self._exchange.callback_errors = self._exchange.callback_errors, []
+        unseen = [(name, error) for ticket, name, error in errors if not ticket.is_observed]
+        if unseen:
+            names = tuple(f"{name}: {type(error).__name__}" for name, error in unseen)
+            raise CallbackError(callbacks=names) from unseen[0][1]
+
+    def __enter__(self) -> SyncClient:
+        self._check("entering the client")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._loop.post(Fail(cause=self._exchange.note_cause(error)))
+        try:
+            self.close()
+        except CallbackError as also:
+            error.add_note(str(also))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._loop.state.is_closed
+
+    def _announce(self, params: Any, index: int) -> None:
+        if self._plan is None:
+            self._adopt(make_plan(_shapes(params), self.mesh, config=self.config))
+        plan = self._registered_plan("register_sync_parameters")
+        known = self._exchange.index_of
+        mask, problems = 0, []
+        for path, leaf in _with_paths(params, ""):
+            entry = plan.leaves[known[path]] if path in known else None
+            if entry is None:
+                problems.append(f"{path} is not registered")
+            elif entry.is_synced:
+                mask |= 1 << known[path]
+                problems += [f"{path} {problem}" for problem in _differences(entry, leaf, entry.shape)]
+        if problems:
+            name = self._exchange.explainer.devices[index]
+            self._fail_mismatch(tuple(f"{name}: {problem}" for problem in problems))
+        self._post(Register(device=index, leaves=mask), "register_sync_parameters", index)
+
+    def _fail_mismatch(self, problems: tuple[str, ...]) -> None:
+        error = SetMismatchError(step=self._loop.state.first, problems=problems)
+        self._loop.post(Fail(cause=self._exchange.note_cause(error)))
+        raise error
+
+    def _adopt(self, plan: SyncPlan) -> None:
+        if self._plan == plan:
+            return
+        if not self._loop.reset(self._setup(plan)):
+            state = self._loop.state
+            if state.failure is not None:
+                raise self._exchange.error(state.failure, "register_sync_parameters")
+            raise StartConflictError(differences=(f"step {state.first} is open: other parameters must wait",))
+        self._exchange.use(plan)
+        self._plan = plan
+
+    def _setup(self, plan: SyncPlan) -> Setup:
+        return Setup(
+            num_devices=self.mesh.size,
+            buckets=tuple(sum(1 << leaf for leaf in bucket.leaves) for bucket in plan.buckets),
+            is_strict=self.config.unused == "error",
+            timeout_s=self.config.timeout_s,
+            stall_s=self.config.stall_warning_s,
+        )
+
+    def _match(self, index: int, name_or_tree: Any, grad: Any) -> dict[int, jax.Array]:
+        plan = self._registered_plan("submit_gradient_sync")
+        prefix, tree = (name_or_tree, grad) if isinstance(name_or_tree, str) else ("", name_or_tree)
+        known = self._exchange.index_of
+        given = _with_paths(tree, prefix)
+        unknown = tuple(path for path, _ in given if path not in known)
+        if unknown or not given:
+            names = unknown or (prefix or "an empty tree",)
+            raise UnknownNameError(kind="leaf", names=names, known=tuple(known))
+        found, problems, place = {}, [], self._exchange.devices[index]
+        for path, value in given:
+            entry = plan.leaves[known[path]]
+            if not entry.is_synced:
+                continue
+            if isinstance(value, np.ndarray | np.generic) and not _differences(
+                entry, value, entry.local_shape
+            ):
+                value = jax.device_put(value, place)
+            wrong = _differences(entry, value, entry.local_shape) or _misplaced(value, place)
+            problems += [f"grads{path} {problem}" for problem in wrong]
+            found[known[path]] = value
+        if problems:
+            raise SubmissionError(device=self._exchange.explainer.devices[index], problems=tuple(problems))
+        return found
+
+    def _post(
+        self, message: Message, function: str, index: int, commit: Callable[[State], None] | None = None
+    ) -> None:
+        refuse = self._loop.post(message, commit)
+        if refuse is None:
+            return
+        failure = refuse.failure
+        if failure is not None:
+            raise self._exchange.error(failure, function)
+        step = (open_step(self._loop.state, index) if index >= 0 else None) or self._loop.state.first
+        raise self._exchange.explainer.refusal(refuse, function, index, step)
+
+    def _ticket(self, what: str) -> Ticket[Any]:
+        return Ticket(what, poke=self._loop.poke, is_loop_thread=self._loop.is_loop_thread)
+
+    def _index(self, device: Device) -> int:
+        devices = self._exchange.devices
+        if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(devices):
+            return device
+        for index, known in enumerate(devices):
+            if known is device or known == device:
+                return index
+        raise UnknownNameError(kind="device", names=(str(device),), known=self._exchange.explainer.devices)
+
+    def _registered_plan(self, function: str) -> SyncPlan:
+        if self._plan is None:
+            raise NotRegisteredError(function=function)
+        return self._plan
+
+    def _check(self, function: str, values: Any = None) -> None:
+        self._check_fork(function)
+        state = self._loop.state
+        if state.is_closed:
+            raise ClosedError(function=function)
+        if values is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
+            raise TracedSubmissionError(function=function)
+
+    def _check_fork(self, function: str) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(function=function)
+
+
+def _drain(exchange: Exchange, timeout_s: float) -> None:
+    """Lets callbacks run that wait for arrays which are about to be ready."""
+    with contextlib.suppress(IndexError):  # the loop took the last one meanwhile
+        exchange.deferred[-1].ticket.wait_until_done(timeout_s)  # they run in order
+
+
+def _shut_down(loop: Loop, exchange: Exchange, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    if not loop.is_loop_thread():
+        _drain(exchange, _EXIT_S)
+    loop.close()
+    if not loop.is_loop_thread():
+        loop.join(_EXIT_S)
+
+
+def _with_paths(tree: Any, prefix: str) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(prefix + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def _shapes(params: Any) -> Any:
+    wrong = [(p, type(x).__name__) for p, x in _with_paths(params, "") if not hasattr(x, "shape")]
+    if wrong:
+        raise RegistrationError(leaves=tuple(wrong))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+
+def _differences(entry: Any, value: Any, shape: tuple[int, ...]) -> list[str]:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return [f"is a {type(value).__name__}, no array"]
+    found = []
+    if tuple(value.shape) != shape:
+        found.append(f"has shape {tuple(value.shape)}; wanted {shape}")
+    if str(value.dtype) != entry.dtype:
+        found.append(f"has dtype {value.dtype}; wanted {entry.dtype}")
+    return found
+
+
+def _misplaced(value: Any, place: jax.Device) -> list[str]:
+    if value.is_deleted():
+        return ["was deleted or donated"]
+    if value.devices() != {place}:
+        return [f"lives on {', '.join(sorted(map(str, value.devices())))}, not on {place}"]
+    return []
+
+
+_start_lock = threading.Lock()  # protects _started
+_started: weakref.ref[SyncClient] | None = None
+
+
+def start(mesh: Mesh, config: SyncConfig | None = None) -> SyncClient:
+    """The client of this process: a new one, or the one that is open with the same mesh and config.
+
+    So a notebook cell can be run again. The process holds no reference: when the last one of yours goes, the
+    client closes.
+
+    Threading: any thread; concurrent starts return one client.
+
+    Raises:
+        StartConflictError: One is open with another mesh or config.
+
+    >>> import jaxsync
+    >>> client = start(jaxsync.make_mesh({"data": 2}))
+    >>> start(jaxsync.make_mesh({"data": 2})) is client
+    True
+    >>> client.close()
+    """
+    global _started
+    config = SyncConfig() if config is None else config
+    with _start_lock:
+        current = None if _started is None else _started()
+        if current is None or current.is_closed or current._pid != os.getpid():
+            current = SyncClient(mesh, config)
+            _started = weakref.ref(current)
+            return current
+    differences = []
+    if current.mesh != mesh:
+        differences.append(f"mesh: open with ({format_mesh(current.mesh)}), asked for ({format_mesh(mesh)})")
+    if current.config != config:
+        differences.append(f"config: open with {current.config}, asked for {config}")
+    if differences:
+        raise StartConflictError(differences=tuple(differences))
+    return current

@@ -1,0 +1,328 @@
+"""What a client's loop does with arrays: gradients of single devices in, reduced gradients out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxsync.errors import CallbackError, JaxsyncError
+from jaxsync.host.explain import Explainer
+from jaxsync.host.launcher import process_launcher, resolve_window
+from jaxsync.host.messages import (
+    Answer,
+    Effect,
+    Fail,
+    Failure,
+    Finish,
+    Forget,
+    Launch,
+    Message,
+    Reject,
+    Settle,
+    Warn,
+    bits,
+)
+from jaxsync.host.recorder import Recorder
+from jaxsync.host.ticket import Ticket, raising
+from jaxsync.ingraph.grads import reduce_leaves
+from jaxsync.placement import concrete_mesh
+from jaxsync.plan import SyncPlan
+
+logger = logging.getLogger("jaxsync")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A launched bucket: its leaves by plan index -> reduced global arrays."""
+
+    step: int
+    bucket: int
+    outputs: Mapping[int, jax.Array]
+    launched_s: float
+
+
+class Result:
+    """The synced gradients of one device, taken apart when somebody looks: on that thread, and once."""
+
+    def __init__(self, plan: SyncPlan, arrays: Mapping[int, jax.Array], device: int) -> None:
+        self._plan = plan
+        self._arrays: Mapping[int, jax.Array] | None = arrays
+        self._device = device
+        self._tree: Any = None
+
+    def __call__(self) -> Any:
+        """The registered tree, None for leaves that took no part."""
+        arrays = self._arrays
+        if arrays is not None:
+            # Not addressable_data: of an array that says it is replicated it gives the first device's.
+            shards = {i: array.addressable_shards[self._device].data for i, array in arrays.items()}
+            leaves = [shards.get(index) for index in range(len(self._plan.leaves))]
+            self._tree = jax.tree.unflatten(self._plan.treedef, leaves)
+            self._arrays = None  # the other devices' shards are not this ticket's to keep
+        return self._tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred:
+    """A callback and the arrays it waits for."""
+
+    number: int
+    ticket: Ticket[Any]
+    callback: Callable[..., Any]
+    arrays: tuple[Any, ...]
+
+
+class Exchange:
+    """The handler of a client's loop.
+
+    Threading: `perform` and `poll` run on the loop's thread. Callers' threads add gradients, tickets and
+    callbacks, each before the message that tells of them, and never change what is there; every such change
+    is one operation on a dict or deque.
+    """
+
+    def __init__(self, plan: SyncPlan, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.tickets: dict[int, Ticket[Any]] = {}
+        self.deferred: deque[Deferred] = deque()
+        self.causes: dict[int, BaseException] = {}
+        self.callback_errors: list[tuple[Ticket[Any], str, BaseException]] = []
+        self.counts = dict.fromkeys(("submissions", "launches", "bytes", "steps", "callbacks"), 0)
+        self.post: Callable[[Message], Any] = lambda message: None  # the loop's, once there is one
+        self._numbers = itertools.count()
+        self._gradients: dict[
+            tuple[int, int], dict[int, jax.Array]
+        ] = {}  # (step, device) -> leaf -> gradient
+        self._results: dict[int, dict[int, jax.Array]] = {}  # step -> leaf -> reduced global array
+        self._waiting: deque[Launch] = deque()  # loop thread only, as are the next three
+        self._running: deque[Running] = deque()
+        self._compiled: set[tuple[int, ...]] = set()
+        self._paused_s = 0.0
+        self.use(plan)
+
+    def use(self, plan: SyncPlan) -> None:
+        """Takes another plan, while no step is open."""
+        self.plan = plan
+        self.mesh = concrete_mesh(plan)
+        self.devices = list(self.mesh.devices.flat)
+        self._window = resolve_window(plan.config.max_in_flight, self.devices[0].platform)
+        self.index_of = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
+        self.explainer = Explainer(
+            devices=tuple(str(device) for device in self.devices),
+            paths=tuple(leaf.path for leaf in plan.leaves),
+            timeout_s=plan.config.timeout_s,
+        )
+
+    def next_number(self) -> int:
+        """A number for a ticket or a cause."""
+        return next(self._numbers)
+
+    def keep(self, step: int, device: int, gradients: Mapping[int, jax.Array]) -> None:
+        """Holds gradients until their bucket is launched."""
+        self._gradients.setdefault((step, device), {}).update(gradients)
+        self.counts["submissions"] += len(gradients)
+
+    def note_cause(self, error: BaseException) -> int:
+        """The number under which the state machine knows an exception."""
+        number = self.next_number()
+        self.causes[number] = error
+        return number
+
+    def crash(self, error: BaseException) -> Message:
+        """What the state machine is told of an exception of the loop itself."""
+        traceback.clear_frames(error.__traceback__)  # they hold gradients, and the exception is kept
+        self._waiting.clear()
+        self._running.clear()
+        return Fail(cause=self.note_cause(error))
+
+    def paused_s(self) -> float:
+        """Seconds spent compiling."""
+        return self._paused_s
+
+    def perform(self, effect: Effect) -> None:
+        """Does what the state machine asks for."""
+        match effect:
+            case Launch():
+                self._waiting.append(effect)
+            case Answer():
+                self._answer(effect)
+            case Reject():
+                self.tickets.pop(effect.ticket).answer(self._rejection(effect.failure))
+                self.recorder.record("reject", step=effect.failure.step, what=effect.failure.kind)
+            case Forget():
+                self._forget(effect.step)
+            case Warn():
+                text = self.explainer.warning(effect, self.plan.config.stall_warning_s)
+                logger.warning("%s", text)
+                self.recorder.record("stall", step=effect.step, what=text)
+
+    def poll(self) -> bool:
+        """Looks at what is under way: results, gradients that became ready, callbacks."""
+        while self._running and all(map(_is_ready, self._running[0].outputs.values())):
+            self._finish(self._running.popleft())
+        while self._waiting and self._is_launchable(self._waiting[0]):
+            self._launch(self._waiting.popleft())
+        while self.deferred and all(map(_is_ready, _device_arrays(self.deferred[0].arrays))):
+            self._call_back(self.deferred[0])
+        return bool(self._running or self._waiting or self.deferred)
+
+    def error(self, failure: Failure, function: str) -> JaxsyncError:
+        """The error for a failure as `function` raises it: a new one each time, with its cause attached."""
+        cause = self.causes.get(-1 if failure.cause is None else failure.cause)
+        if isinstance(cause, JaxsyncError):
+            return copy.copy(cause)  # it says itself what happened
+        reason = f"{type(cause).__name__} was raised" if cause is not None else ""
+        error = self.explainer.failure(failure, function, events=self.recorder.format(), reason=reason)
+        error.__cause__ = cause
+        return error
+
+    def _rejection(self, failure: Failure) -> Callable[[], Any]:
+        return raising(lambda: self.error(failure, "Ticket.wait"))
+
+    def _answer(self, effect: Answer) -> None:
+        result = Result(self.plan, self._results.get(effect.step, {}), effect.device)
+        self.tickets.pop(effect.ticket).answer(result)
+        self.recorder.record("answer", step=effect.step, device=effect.device)
+
+    def _forget(self, step: int | None) -> None:
+        if step is None:
+            self._gradients.clear()
+            self._results.clear()
+            self._waiting.clear()
+            self._running.clear()
+            return
+        for device in range(len(self.devices)):
+            self._gradients.pop((step, device), None)
+        self._results.pop(step, None)
+        self.counts["steps"] += 1
+
+    def _is_launchable(self, launch: Launch) -> bool:
+        """Whether all inputs are ready: on CPU a program launched on others can end the process."""
+        return all(
+            _is_ready(self._gradients[launch.step, device][leaf])
+            for device in range(len(self.devices))
+            for leaf in bits(launch.leaves)
+            if leaf in self._gradients.get((launch.step, device), {})
+        )
+
+    def _launch(self, launch: Launch) -> None:
+        leaves = bits(launch.leaves)
+        inputs = [self._global_array(launch.step, leaf) for leaf in leaves]
+        program = bucket_program(self.plan, leaves)
+        start_s = time.monotonic()
+        outputs = process_launcher().launch(lambda: program(inputs), self._window, lambda out: (out[0],))
+        now_s = time.monotonic()
+        if leaves not in self._compiled:
+            self._compiled.add(leaves)
+            self._paused_s += now_s - start_s
+        self._running.append(
+            Running(
+                step=launch.step,
+                bucket=launch.bucket,
+                outputs=dict(zip(leaves, outputs, strict=True)),
+                launched_s=now_s,
+            )
+        )
+        num_bytes = self.plan.buckets[launch.bucket].num_bytes
+        self.counts["launches"] += 1
+        self.counts["bytes"] += num_bytes
+        what = f"bucket {launch.bucket}"
+        self.recorder.record(
+            "launch", step=launch.step, what=what, num_bytes=num_bytes, took_s=now_s - start_s
+        )
+
+    def _global_array(self, step: int, leaf: int) -> jax.Array:
+        """All devices' gradients of one leaf as one array that each device sees its own part of.
+
+        Along data axes its sharding says replicated, and the replicas differ: the program reads each device's
+        own, without check_vma, and nothing else ever sees this array.
+        """
+        entry = self.plan.leaves[leaf]
+        pieces = []
+        for device, place in enumerate(self.devices):
+            gradient = self._gradients.get((step, device), {}).pop(leaf, None)
+            if gradient is None:  # unused="zero"
+                gradient = jax.device_put(np.zeros(entry.local_shape, entry.dtype), place)
+            self._check_input(gradient, leaf, device)
+            pieces.append(gradient)
+        sharding = NamedSharding(self.mesh, entry.spec)
+        return jax.make_array_from_single_device_arrays(entry.shape, sharding, pieces)
+
+    def _check_input(self, gradient: jax.Array, leaf: int, device: int) -> None:
+        try:
+            gradient.block_until_ready()  # it is ready: this raises what its computation failed with
+        except Exception as error:
+            error.add_note(f"gradient {self.plan.leaves[leaf].path} of {self.explainer.devices[device]}")
+            raise
+
+    def _finish(self, done: Running) -> None:
+        jax.block_until_ready(list(done.outputs.values()))
+        self._results.setdefault(done.step, {}).update(done.outputs)
+        took_s = time.monotonic() - done.launched_s
+        self.recorder.record("finish", step=done.step, what=f"bucket {done.bucket}", took_s=took_s)
+        self.post(Finish(step=done.step))
+
+    def _call_back(self, deferred: Deferred) -> None:
+        name = getattr(deferred.callback, "__qualname__", repr(deferred.callback))
+        start_s = time.monotonic()
+        try:
+            value = deferred.callback(*jax.device_get(deferred.arrays))
+        except BaseException as error:
+            self.callback_errors.append((deferred.ticket, name, error))
+            answer = raising(functools.partial(_callback_error, name, error))
+        else:
+            answer = lambda: value  # noqa: E731
+        self.counts["callbacks"] += 1
+        self.recorder.record("callback", what=name, took_s=time.monotonic() - start_s)
+        if self.post(Settle(ticket=deferred.number)) is None:
+            self.tickets.pop(deferred.number).answer(answer)
+        self.deferred.popleft()
+
+
+def _callback_error(name: str, cause: BaseException) -> CallbackError:
+    error = CallbackError(callbacks=(f"{name}: {type(cause).__name__}",))
+    error.__cause__ = cause
+    return error
+
+
+def _is_ready(array: jax.Array) -> bool:
+    """Whether its computation is done, well or badly. Does not wait."""
+    return bool(array.is_ready())  # type: ignore[attr-defined]  # public, and missing in the stubs
+
+
+def _device_arrays(tree: Any) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not x.is_deleted()]
+
+
+@functools.lru_cache(maxsize=1024)
+def bucket_program(plan: SyncPlan, leaves: tuple[int, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """The compiled sync of some leaves of a plan; the same for every equal plan.
+
+    Collectives: one all-reduce for each dtype and set of axes among the leaves.
+    """
+    specs = [plan.leaves[index].spec for index in leaves]
+
+    def sync(values: list[jax.Array]) -> list[jax.Array]:
+        given: list[jax.Array | None] = [None] * len(plan.leaves)
+        for index, value in zip(leaves, values, strict=True):
+            given[index] = value
+        reduced = reduce_leaves(plan, given)
+        return [reduced[index] for index in leaves]
+
+    # Without check_vma: the inputs claim to be replicated along data axes, and are each device's own.
+    mapped = jax.shard_map(
+        sync, mesh=concrete_mesh(plan), in_specs=(specs,), out_specs=specs, check_vma=False
+    )
+    compiled: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(mapped)
+    return compiled

@@ -1,0 +1,159 @@
+"""The one thread of a client: performs what the state machine asks for, and tells it the time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxsync.host.messages import Close, Effect, Message, Refuse, Stop, Tick
+from jaxsync.host.state import Setup, State, step
+
+# How long the thread sleeps before it looks again: while programs or arrays are awaited, while a step is
+# open, and else. A message wakes it up at once; these bound what a wake-up lost to an interrupt can cost.
+_BUSY_S, _OPEN_S, _IDLE_S = 0.0005, 0.02, 0.25
+
+
+class Handler(Protocol):
+    """What touches arrays: the loop itself knows none."""
+
+    def perform(self, effect: Effect) -> None:
+        """Does what the state machine asks for."""
+
+    def poll(self) -> bool:
+        """Looks at what is under way. Whether anything is left that should be looked at again soon."""
+
+    def paused_s(self) -> float:
+        """Seconds that do not count towards timeouts: those spent compiling."""
+
+    def crash(self, error: BaseException) -> Message:
+        """Takes note of an exception of the loop itself, and says what the state machine is told."""
+
+
+class Loop:
+    """Serialises messages and runs the thread.
+
+    `post` runs the state machine on the caller's thread, under a lock that is held for microseconds, so that
+    a wrong message raises where it was sent. What is to be done is left to the thread.
+
+    The state and the effects that are still to be performed are one tuple, replaced by one assignment. An
+    interrupt on the main thread comes before it or after it; it can lose a wake-up, for which the thread
+    looks by itself, and nothing else.
+    """
+
+    def __init__(self, handler: Handler, setup: Setup, name: str) -> None:
+        self._handler = handler
+        # Protects _cell. A bare lock, since an interrupt may strike while it is taken: `with` on it leaves it
+        # neither held nor half-taken.
+        self._lock = threading.Lock()
+        self._cell: tuple[State, tuple[Effect, ...]] = (State(setup=setup), ())  # written under the lock
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put can be interrupted safely
+        # A daemon, or the interpreter would wait for it at exit; who closes the client joins it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def state(self) -> State:
+        """The state as of now: immutable, so it can be read without the lock."""
+        return self._cell[0]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def is_loop_thread(self) -> bool:
+        """Whether the caller is the loop's own thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def poke(self) -> None:
+        """Makes the thread look at once."""
+        self._wake.put(None)
+
+    def post(self, message: Message, commit: Callable[[State], None] | None = None) -> Refuse | None:
+        """Tells the state machine `message`.
+
+        Threading: any thread. Messages of one thread are taken in its order.
+
+        Args:
+            message: The message.
+            commit: Called with the state before the message if it is accepted, before anybody can see that
+                it was: keeps what belongs to the message.
+
+        Returns:
+            The refusal, if the message was wrong.
+        """
+        with self._lock:
+            before, pending = self._cell
+            after, effects = step(before, message)
+            if effects and isinstance(effects[0], Refuse):
+                return effects[0]
+            if commit is not None:
+                commit(before)
+            self._cell = (after, pending + effects)
+        if effects:
+            self._wake.put(None)
+        return None
+
+    def reset(self, setup: Setup) -> bool:
+        """Puts another setup in place, if no step is open and nothing is broken. Whether it did."""
+        with self._lock:
+            state, pending = self._cell
+            if state.steps or state.failure is not None:
+                return False
+            self._cell = (
+                State(setup=setup, now_s=state.now_s, first=state.first, deferred=state.deferred),
+                pending,
+            )
+        return True
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits until the thread has ended. Whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        start_s = time.monotonic()
+        while True:
+            try:
+                if self._perform_pending():
+                    return
+                is_busy = self._handler.poll()
+                self.post(Tick(now_s=time.monotonic() - start_s - self._handler.paused_s()))
+            except BaseException as error:  # nothing dies silently: whoever waits is told
+                is_busy = True
+                self.post(self._handler.crash(error))
+            self._sleep(is_busy)
+
+    def _perform_pending(self) -> bool:
+        """Performs what is to be done. Whether that was to stop."""
+        with self._lock:
+            state, effects = self._cell
+            self._cell = (state, ())
+        for effect in effects:
+            if isinstance(effect, Stop):
+                return True
+            try:
+                self._handler.perform(effect)
+            except BaseException as error:  # the other effects are owed to others: they are performed
+                self.post(self._handler.crash(error))
+        return False
+
+    def _sleep(self, is_busy: bool) -> None:
+        seconds = _BUSY_S if is_busy else _OPEN_S if self.state.steps else _IDLE_S
+        try:
+            self._wake.get(timeout=seconds)
+            while True:  # one look serves all wake-ups so far
+                self._wake.get_nowait()
+        except queue.Empty:
+            return
+
+    def close(self) -> None:
+        """Asks the thread to end; does not wait for it."""
+        self.post(Close())
+        self.poke()
