@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -81,6 +82,7 @@ class SyncClient:
         self.mesh = mesh
         self._pid = os.getpid()
         self._plan: SyncPlan | None = None
+        self._adopting = threading.Lock()  # one at a time changes the plan, here and in the exchange
         empty = make_plan({}, mesh, config=self.config)
         self._recorder = Recorder()
         self._exchange = Exchange(empty, self._recorder)  # does not know the client, or it would never go
@@ -129,7 +131,8 @@ class SyncClient:
             return params
         check_replicas_equal(params)
         plan = make_plan(params, self.mesh, specs, self.config)
-        self._adopt(plan)
+        with self._adopting:
+            self._adopt(plan)
         return jax.tree.unflatten(plan.treedef, place_leaves(jax.tree.leaves(params), plan, copy=True))
 
     def submit_gradient_sync(self, device: Device, name_or_tree: Any, grad: Any = None) -> None:
@@ -206,7 +209,9 @@ class SyncClient:
         """
         self._check("defer", arrays)
         while len(self._exchange.deferred) >= _MAX_DEFERRED and not self._loop.is_loop_thread():
-            self._exchange.deferred[0].ticket.wait_until_done()
+            with contextlib.suppress(IndexError):  # the client was closed meanwhile
+                self._exchange.deferred[0].ticket.wait_until_done()
+            self._check("defer")
         number = self._exchange.next_number()
         ticket = self._ticket(f"the callback {getattr(callback, '__qualname__', callback)!s}")
 
@@ -294,8 +299,9 @@ class SyncClient:
         if not self._loop.join(max(0.1, deadline - time.monotonic())):
             raise TimeoutError(f"close: the loop did not end within {timeout:g} s: a callback still runs")
         self._finalizer.detach()
-        errors, self._exchange.callback_errors = self._exchange.callback_errors, []
-        unseen = [(name, error) for ticket, name, error in errors if not ticket.is_observed]
+        unseen = [
+            (name, error) for ticket, name, error in self._exchange.take_errors() if not ticket.is_observed
+        ]
         if unseen:
             names = tuple(f"{name}: {type(error).__name__}" for name, error in unseen)
             raise CallbackError(callbacks=names) from unseen[0][1]
@@ -322,8 +328,9 @@ class SyncClient:
         return self._loop.state.is_closed
 
     def _announce(self, params: Any, index: int) -> None:
-        if self._plan is None:
-            self._adopt(make_plan(_shapes(params), self.mesh, config=self.config))
+        with self._adopting:
+            if self._plan is None:  # of devices that come at once, one registers
+                self._adopt(make_plan(_shapes(params), self.mesh, config=self.config))
         plan = self._registered_plan("register_sync_parameters")
         known = self._exchange.index_of
         mask, problems = 0, []
@@ -345,7 +352,7 @@ class SyncClient:
         raise error
 
     def _adopt(self, plan: SyncPlan) -> None:
-        if self._plan == plan:
+        if self._plan == plan and self._plan.treedef == plan.treedef:  # a list and a tuple have equal paths
             return
         if not self._loop.reset(self._setup(plan)):
             state = self._loop.state
@@ -370,10 +377,12 @@ class SyncClient:
         known = self._exchange.index_of
         given = _with_paths(tree, prefix)
         unknown = tuple(path for path, _ in given if path not in known)
-        if unknown or not given:
-            names = unknown or (prefix or "an empty tree",)
-            raise UnknownNameError(kind="leaf", names=names, known=tuple(known))
-        found, problems, place = {}, [], self._exchange.devices[index]
+        if not given and not any(path.startswith(prefix) for path in known):
+            unknown = (prefix,)
+        if unknown:
+            raise UnknownNameError(kind="leaf", names=unknown, known=tuple(known))
+        found, place = {}, self._exchange.devices[index]
+        problems = [] if given else [f"grads{prefix} holds no gradient"]
         for path, value in given:
             entry = plan.leaves[known[path]]
             if not entry.is_synced:
@@ -381,7 +390,8 @@ class SyncClient:
             if isinstance(value, np.ndarray | np.generic) and not _differences(
                 entry, value, entry.local_shape
             ):
-                value = jax.device_put(value, place)
+                # A copy, since device_put may share the memory, and the caller may write there.
+                value = jax.device_put(np.array(value), place)
             wrong = _differences(entry, value, entry.local_shape) or _misplaced(value, place)
             problems += [f"grads{path} {problem}" for problem in wrong]
             found[known[path]] = value
@@ -393,13 +403,15 @@ class SyncClient:
         self, message: Message, function: str, index: int, commit: Callable[[State], None] | None = None
     ) -> None:
         refuse = self._loop.post(message, commit)
-        if refuse is None:
-            return
-        failure = refuse.failure
+        if refuse is not None:
+            failure = refuse.failure
+        else:  # it may itself be what broke the step; who syncs or defers has a ticket for that
+            failure = self._loop.state.failure if isinstance(message, Register | Submit) else None
         if failure is not None:
             raise self._exchange.error(failure, function)
-        step = (open_step(self._loop.state, index) if index >= 0 else None) or self._loop.state.first
-        raise self._exchange.explainer.refusal(refuse, function, index, step)
+        if refuse is not None:
+            step = (open_step(self._loop.state, index) if index >= 0 else None) or self._loop.state.first
+            raise self._exchange.explainer.refusal(refuse, function, index, step)
 
     def _ticket(self, what: str) -> Ticket[Any]:
         return Ticket(what, poke=self._loop.poke, is_loop_thread=self._loop.is_loop_thread)
@@ -465,12 +477,27 @@ def _differences(entry: Any, value: Any, shape: tuple[int, ...]) -> list[str]:
     found = []
     if tuple(value.shape) != shape:
         found.append(f"has shape {tuple(value.shape)}; wanted {shape}")
-    if str(value.dtype) != entry.dtype:
+    if not _is_dtype(value.dtype, entry.dtype):
         found.append(f"has dtype {value.dtype}; wanted {entry.dtype}")
     return found
 
 
+def _is_dtype(dtype: Any, name: str) -> bool:
+    # By object: to make the name of a NumPy dtype takes longer than all other checks of a gradient together.
+    return bool(dtype == _named_dtype(name))
+
+
+@functools.lru_cache(maxsize=64)
+def _named_dtype(name: str) -> Any:
+    try:
+        return jax.numpy.dtype(name)
+    except TypeError:  # a key's; it is compared by its own name
+        return name
+
+
 def _misplaced(value: Any, place: jax.Device) -> list[str]:
+    if not isinstance(value, jax.Array):
+        return [f"is a {type(value).__name__}, no array"]
     if value.is_deleted():
         return ["was deleted or donated"]
     if value.devices() != {place}:

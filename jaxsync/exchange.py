@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import logging
+import math
+import threading
 import time
 import traceback
 from collections import deque
@@ -17,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxsync.errors import CallbackError, JaxsyncError
+from jaxsync.errors import CallbackError, ClosedError, JaxsyncError
 from jaxsync.host.explain import Explainer
 from jaxsync.host.launcher import process_launcher, resolve_window
 from jaxsync.host.messages import (
@@ -53,25 +56,50 @@ class Running:
     launched_s: float
 
 
-class Result:
-    """The synced gradients of one device, taken apart when somebody looks: on that thread, and once."""
+class StepResult:
+    """The reduced gradients of a step, taken apart by device when the first ticket is looked at.
 
-    def __init__(self, plan: SyncPlan, arrays: Mapping[int, jax.Array], device: int) -> None:
+    Threading: any thread may call `of`. JAX builds the list of an array's shards at the first look, and a
+    second thread that looks meanwhile sees part of it (0.10.2); so the look is under a lock.
+    """
+
+    def __init__(self, plan: SyncPlan, arrays: Mapping[int, jax.Array]) -> None:
         self._plan = plan
-        self._arrays: Mapping[int, jax.Array] | None = arrays
+        self._lock = threading.Lock()
+        self._arrays: Mapping[int, jax.Array] | None = arrays  # both under the lock
+        self._shards: list[dict[int, jax.Array]] = []
+
+    def of(self, device: int) -> Any:
+        """The registered tree on one device, None for leaves that took no part. Once for each device."""
+        with self._lock:
+            if self._arrays is not None:
+                self._shards = [{} for _ in range(self._plan.mesh.size)]
+                for index, array in self._arrays.items():
+                    # Not addressable_data: of an array that says it is replicated it gives the first one.
+                    for shards, shard in zip(self._shards, array.addressable_shards, strict=True):
+                        shards[index] = shard.data
+                self._arrays = None
+            own, self._shards[device] = self._shards[device], {}  # nobody else keeps them alive
+        return jax.tree.unflatten(
+            self._plan.treedef, [own.get(index) for index in range(len(self._plan.leaves))]
+        )
+
+
+class Answered:
+    """The answer to one ticket: its device's part of a step, kept for those who look again."""
+
+    def __init__(self, result: StepResult, device: int) -> None:
+        self._lock = threading.Lock()  # two threads may wait for one ticket
+        self._result: StepResult | None = result
         self._device = device
         self._tree: Any = None
 
     def __call__(self) -> Any:
-        """The registered tree, None for leaves that took no part."""
-        arrays = self._arrays
-        if arrays is not None:
-            # Not addressable_data: of an array that says it is replicated it gives the first device's.
-            shards = {i: array.addressable_shards[self._device].data for i, array in arrays.items()}
-            leaves = [shards.get(index) for index in range(len(self._plan.leaves))]
-            self._tree = jax.tree.unflatten(self._plan.treedef, leaves)
-            self._arrays = None  # the other devices' shards are not this ticket's to keep
-        return self._tree
+        """The tree of synced gradients."""
+        with self._lock:
+            if self._result is not None:
+                self._tree, self._result = self._result.of(self._device), None
+            return self._tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +133,7 @@ class Exchange:
             tuple[int, int], dict[int, jax.Array]
         ] = {}  # (step, device) -> leaf -> gradient
         self._results: dict[int, dict[int, jax.Array]] = {}  # step -> leaf -> reduced global array
+        self._answers: dict[int, StepResult] = {}  # the step that is being answered
         self._waiting: deque[Launch] = deque()  # loop thread only, as are the next three
         self._running: deque[Running] = deque()
         self._compiled: set[tuple[int, ...]] = set()
@@ -117,6 +146,7 @@ class Exchange:
         self.mesh = concrete_mesh(plan)
         self.devices = list(self.mesh.devices.flat)
         self._window = resolve_window(plan.config.max_in_flight, self.devices[0].platform)
+        self._is_wide = any(bucket.dtype in ("float64", "complex128") for bucket in plan.buckets)
         self.index_of = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
         self.explainer = Explainer(
             devices=tuple(str(device) for device in self.devices),
@@ -139,12 +169,28 @@ class Exchange:
         self.causes[number] = error
         return number
 
-    def crash(self, error: BaseException) -> Message:
+    def take_errors(self) -> list[tuple[Ticket[Any], str, BaseException]]:
+        """What callbacks have raised: each once, however many ask at once."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self.callback_errors.pop(0))
+        return taken
+
+    def crash(self, error: BaseException, effect: Effect | None = None) -> Message:
         """What the state machine is told of an exception of the loop itself."""
         traceback.clear_frames(error.__traceback__)  # they hold gradients, and the exception is kept
         self._waiting.clear()
         self._running.clear()
-        return Fail(cause=self.note_cause(error))
+        cause = self.note_cause(error)
+        if isinstance(effect, Answer | Reject) and (ticket := self.tickets.pop(effect.ticket, None)):
+            # The state machine counts it as answered: nobody else would answer it.
+            failed = (
+                Failure(kind="crash", step=effect.step, cause=cause) if isinstance(effect, Answer) else None
+            )
+            failure = failed or effect.failure
+            ticket.answer(self._rejection(failure, ticket.what))
+        return Fail(cause=cause)
 
     def paused_s(self) -> float:
         """Seconds spent compiling."""
@@ -158,7 +204,10 @@ class Exchange:
             case Answer():
                 self._answer(effect)
             case Reject():
-                self.tickets.pop(effect.ticket).answer(self._rejection(effect.failure))
+                if effect.failure.kind == "closed":
+                    self.deferred.clear()  # nobody runs them any more, and they hold arrays
+                ticket = self.tickets.pop(effect.ticket)
+                ticket.answer(self._rejection(effect.failure, ticket.what))
                 self.recorder.record("reject", step=effect.failure.step, what=effect.failure.kind)
             case Forget():
                 self._forget(effect.step)
@@ -187,12 +236,20 @@ class Exchange:
         error.__cause__ = cause
         return error
 
-    def _rejection(self, failure: Failure) -> Callable[[], Any]:
-        return raising(lambda: self.error(failure, "Ticket.wait"))
+    def _rejection(self, failure: Failure, what: str) -> Callable[[], Any]:
+        def make_error() -> JaxsyncError:
+            error = self.error(failure, "Ticket.wait")
+            if isinstance(error, ClosedError):
+                error.pending = (what, *error.pending)
+            return error
+
+        return raising(make_error)
 
     def _answer(self, effect: Answer) -> None:
-        result = Result(self.plan, self._results.get(effect.step, {}), effect.device)
-        self.tickets.pop(effect.ticket).answer(result)
+        if effect.step not in self._answers:
+            self._answers[effect.step] = StepResult(self.plan, self._results.pop(effect.step, {}))
+        result = self._answers[effect.step]
+        self.tickets.pop(effect.ticket).answer(Answered(result, effect.device))
         self.recorder.record("answer", step=effect.step, device=effect.device)
 
     def _forget(self, step: int | None) -> None:
@@ -204,7 +261,7 @@ class Exchange:
             return
         for device in range(len(self.devices)):
             self._gradients.pop((step, device), None)
-        self._results.pop(step, None)
+        self._answers.pop(step, None)
         self.counts["steps"] += 1
 
     def _is_launchable(self, launch: Launch) -> bool:
@@ -218,11 +275,12 @@ class Exchange:
 
     def _launch(self, launch: Launch) -> None:
         leaves = bits(launch.leaves)
-        inputs = [self._global_array(launch.step, leaf) for leaf in leaves]
         program = bucket_program(self.plan, leaves)
-        start_s = time.monotonic()
-        outputs = process_launcher().launch(lambda: program(inputs), self._window, lambda out: (out[0],))
-        now_s = time.monotonic()
+        with self._number_types():
+            inputs = [self._global_array(launch.step, leaf) for leaf in leaves]
+            start_s = time.monotonic()
+            outputs = process_launcher().launch(lambda: program(inputs), self._window, lambda out: (out[0],))
+            now_s = time.monotonic()
         if leaves not in self._compiled:
             self._compiled.add(leaves)
             self._paused_s += now_s - start_s
@@ -234,13 +292,19 @@ class Exchange:
                 launched_s=now_s,
             )
         )
-        num_bytes = self.plan.buckets[launch.bucket].num_bytes
+        bucket = self.plan.buckets[launch.bucket]
+        num_elements = sum(math.prod(self.plan.leaves[leaf].local_shape) for leaf in leaves)
+        num_bytes = bucket.num_bytes * num_elements // bucket.num_elements  # of those announced
         self.counts["launches"] += 1
         self.counts["bytes"] += num_bytes
         what = f"bucket {launch.bucket}"
         self.recorder.record(
             "launch", step=launch.step, what=what, num_bytes=num_bytes, took_s=now_s - start_s
         )
+
+    def _number_types(self) -> contextlib.AbstractContextManager[object]:
+        """Lets this thread compute with 64 bits if the plan does: x64 may be a setting of the caller's alone."""
+        return jax.enable_x64(True) if self._is_wide else contextlib.nullcontext()
 
     def _global_array(self, step: int, leaf: int) -> jax.Array:
         """All devices' gradients of one leaf as one array that each device sees its own part of.
@@ -279,6 +343,7 @@ class Exchange:
         try:
             value = deferred.callback(*jax.device_get(deferred.arrays))
         except BaseException as error:
+            _forget_frames(error)
             self.callback_errors.append((deferred.ticket, name, error))
             answer = raising(functools.partial(_callback_error, name, error))
         else:
@@ -296,9 +361,19 @@ def _callback_error(name: str, cause: BaseException) -> CallbackError:
     return error
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Lets go of the arrays in the frames that an exception came through: it is kept longer than they."""
+    traceback.clear_frames(error.__traceback__)
+    if error.__traceback__ is not None:  # the first frame is the caller's, which runs and so keeps its own
+        error.__traceback__ = error.__traceback__.tb_next
+
+
 def _is_ready(array: jax.Array) -> bool:
     """Whether its computation is done, well or badly. Does not wait."""
-    return bool(array.is_ready())  # type: ignore[attr-defined]  # public, and missing in the stubs
+    try:
+        return bool(array.is_ready())  # type: ignore[attr-defined]  # public, and missing in the stubs
+    except RuntimeError:  # deleted since it was handed over: whoever takes it says so, with its name
+        return True
 
 
 def _device_arrays(tree: Any) -> list[jax.Array]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from jaxsync.host.messages import Close, Effect, Message, Refuse, Stop, Tick
+from jaxsync.host.messages import Close, Effect, Fail, Message, Refuse, Stop, Tick
 from jaxsync.host.state import Setup, State, step
 
 # How long the thread sleeps before it looks again: while programs or arrays are awaited, while a step is
@@ -28,8 +28,13 @@ class Handler(Protocol):
     def paused_s(self) -> float:
         """Seconds that do not count towards timeouts: those spent compiling."""
 
-    def crash(self, error: BaseException) -> Message:
-        """Takes note of an exception of the loop itself, and says what the state machine is told."""
+    def crash(self, error: BaseException, effect: Effect | None = None) -> Message:
+        """Takes note of an exception of the loop itself, and says what the state machine is told.
+
+        Args:
+            error: The exception.
+            effect: What it kept from being performed.
+        """
 
 
 class Loop:
@@ -126,8 +131,8 @@ class Loop:
                 is_busy = self._handler.poll()
                 self.post(Tick(now_s=time.monotonic() - start_s - self._handler.paused_s()))
             except BaseException as error:  # nothing dies silently: whoever waits is told
-                is_busy = True
-                self.post(self._handler.crash(error))
+                is_busy = False  # what is new wakes the thread up; what is not must not keep it spinning
+                self._crash(error)
             self._sleep(is_busy)
 
     def _perform_pending(self) -> bool:
@@ -141,8 +146,15 @@ class Loop:
             try:
                 self._handler.perform(effect)
             except BaseException as error:  # the other effects are owed to others: they are performed
-                self.post(self._handler.crash(error))
+                self._crash(error, effect)
         return False
+
+    def _crash(self, error: BaseException, effect: Effect | None = None) -> None:
+        try:
+            message = self._handler.crash(error, effect)
+        except BaseException:  # the handler cannot even take note: waiters are still told that it broke
+            message = Fail(cause=-1)
+        self.post(message)
 
     def _sleep(self, is_busy: bool) -> None:
         seconds = _BUSY_S if is_busy else _OPEN_S if self.state.steps else _IDLE_S

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxsync.report import format_bytes, format_table
 
-
 _WIDTH = 60  # of the column that says what: a table must fit a terminal
 
 

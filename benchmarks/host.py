@@ -1,0 +1,185 @@
+"""The host path: what it costs to hand gradients over by device instead of calling one compiled program.
+
+    python benchmarks/host.py [--repeats 21] [--json]
+
+Prints, from one interleaved run:
+
+- the step of 8 threads that hand over 100 gradients of 1,000 floats each, leaf by leaf and as one tree,
+  beside the bucketed compiled program on global arrays that are ready (the floor) and `pmean` of the tree on
+  them (the peer), as ratios to the floor;
+- submissions and syncs a second through the state machine and the loop, without a launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsync
+from jaxsync.host.loop import Loop
+from jaxsync.host.messages import Effect, Fail, Finish, Launch, Message, Submit, Sync
+from jaxsync.host.state import Setup
+from jaxsync.report import format_table
+
+DEVICES, LEAVES, SIZE = 8, 100, 1000
+
+
+class Instant:
+    """A handler whose launches are finished at once."""
+
+    def __init__(self) -> None:
+        self.post: Callable[[Message], Any] = lambda message: None
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Launch):
+            self.post(Finish(step=effect.step))
+
+    def poll(self) -> bool:
+        return False
+
+    def paused_s(self) -> float:
+        return 0.0
+
+    def crash(self, error: BaseException) -> Message:
+        return Fail(cause=0)
+
+
+def message_rates(steps: int) -> tuple[float, float]:
+    """Submissions a second (100 leaves a step), and syncs a second (1 leaf a step), from one thread."""
+    return _rate(steps, LEAVES)[0], _rate(steps * 10, 1)[1]
+
+
+def _rate(steps: int, leaves: int) -> tuple[float, float]:
+    handler = Instant()
+    setup = Setup(num_devices=DEVICES, buckets=((1 << leaves) - 1,), is_strict=True, timeout_s=60, stall_s=10)
+    loop = Loop(handler, setup, "benchmark")
+    handler.post = loop.post
+    loop.start()
+    start_s = time.perf_counter()
+    for step in range(steps):
+        for leaf in range(leaves):
+            for device in range(DEVICES):
+                loop.post(Submit(device=device, leaves=1 << leaf))
+        for device in range(DEVICES):
+            while loop.post(Sync(device=device, ticket=step * DEVICES + device)) is not None:
+                continue  # two steps ahead of the loop: it has not seen the launch yet
+        while loop.state.first <= step - 1:
+            continue
+    while loop.state.first < steps:
+        continue
+    took_s = time.perf_counter() - start_s
+    loop.close()
+    loop.join(5)
+    return steps * leaves * DEVICES / took_s, steps * DEVICES / took_s
+
+
+class Team:
+    """Eight threads that do one thing each when told, and are waited for."""
+
+    def __init__(self, work: Callable[[int], Any]) -> None:
+        self._work = work
+        self._start, self._end = threading.Barrier(DEVICES + 1), threading.Barrier(DEVICES + 1)
+        for index in range(DEVICES):
+            threading.Thread(target=self._run, args=(index,), daemon=True).start()
+
+    def _run(self, index: int) -> None:
+        while True:
+            self._start.wait()
+            self._work(index)
+            self._end.wait()
+
+    def __call__(self) -> None:
+        self._start.wait()
+        self._end.wait()
+
+
+def host_path(repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each form, interleaved."""
+    mesh = jaxsync.make_mesh({"data": DEVICES})
+    devices = list(mesh.devices.flat)
+    names = [f"w{i}" for i in range(LEAVES)]
+    local = [
+        {name: jax.device_put(np.full(SIZE, d, np.float32), device) for name in names}
+        for d, device in enumerate(devices)
+    ]
+    jax.block_until_ready(local)
+    client = jaxsync.SyncClient(mesh)
+    client.register_sync_parameters({name: np.zeros(SIZE, np.float32) for name in names})
+    paths = [f"['{name}']" for name in names]
+
+    def leaf_by_leaf(d: int) -> None:
+        for path, name in zip(paths, names, strict=True):
+            client.submit_gradient_sync(d, path, local[d][name])
+        jax.block_until_ready(client.submit_sync_collective(d).wait())
+
+    def as_tree(d: int) -> None:
+        client.submit_gradient_sync(d, local[d])
+        jax.block_until_ready(client.submit_sync_collective(d).wait())
+
+    rows = NamedSharding(mesh, P("data"))
+    stacked = {name: jax.device_put(np.ones((DEVICES, SIZE), np.float32), rows) for name in names}
+
+    def mapped(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        body = jax.shard_map(
+            lambda g: fn(jax.tree.map(lambda x: x[0], g)), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+        return jax.jit(body)
+
+    bucketed = mapped(lambda g: jaxsync.sync_gradients(g, client.plan))
+    per_leaf = mapped(lambda g: jax.lax.pmean(g, "data"))
+    forms: dict[str, Callable[[], Any]] = {
+        "bucketed program, ready global arrays": lambda: jax.block_until_ready(bucketed(stacked)),
+        "pmean of the tree, ready global arrays": lambda: jax.block_until_ready(per_leaf(stacked)),
+        "8 threads, one tree each": Team(as_tree),
+        "8 threads, leaf by leaf": Team(leaf_by_leaf),
+    }
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for repeat in range(repeats + 3):
+        for name, run in forms.items():
+            start_s = time.perf_counter()
+            run()
+            if repeat >= 3:  # the first ones compile
+                times[name].append((time.perf_counter() - start_s) * 1e3)
+    client.close()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    jaxsync.simulate_devices(DEVICES)
+    submissions, syncs = message_rates(100)
+    times = host_path(arguments.repeats)
+    floor = statistics.median(times["bucketed program, ready global arrays"])
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    if arguments.json:
+        figures = {name: {"ms": medians[name], "ratio": medians[name] / floor} for name in times}
+        print(json.dumps({"forms": figures, "submissions_per_s": submissions, "syncs_per_s": syncs}))
+        return
+    rows = [
+        [
+            name,
+            f"{medians[name]:.2f}",
+            f"{min(values):.2f} to {max(values):.2f}",
+            f"{medians[name] / floor:.2f}",
+        ]
+        for name, values in times.items()
+    ]
+    print(format_table(["form", "median ms", "range", "ratio"], rows))
+    print(f"{submissions:,.0f} submissions/s and {syncs:,.0f} syncs/s through the state machine and the loop")
+
+
+if __name__ == "__main__":
+    main()
