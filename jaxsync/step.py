@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,12 @@ class TrainStep:
         return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """The next state, and metrics: see `make_train_step`."""
+        """The next state, and metrics: see `make_train_step`.
+
+        Inside another trace (with `transform="shard_map"`) it is part of that program: `lax.scan` over steps.
+        """
+        if isinstance(state.step, jax.core.Tracer):  # part of another program, such as a scan over steps
+            return cast("tuple[TrainState, dict[str, Any]]", self._compiled(state, batch))
         rows = jax.tree.leaves(batch)
         check_not_deleted([*jax.tree.leaves(state), *rows], {"state": state, "batch": batch})
         if self._donate:
@@ -244,8 +249,9 @@ class TrainStep:
         updates, opt_state = self._tx.update(
             jax.tree.unflatten(self.plan.treedef, full), state.opt_state, trainable
         )
-        for index, update in zip(self._chosen, jax.tree.leaves(updates), strict=True):
-            leaves[index] = (leaves[index] + update).astype(leaves[index].dtype)
+        with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 parameter is fine
+            for index, update in zip(self._chosen, jax.tree.leaves(updates), strict=True):
+                leaves[index] = (leaves[index] + update).astype(leaves[index].dtype)
         params = jax.tree.unflatten(self.plan.treedef, leaves)
         if self._skip_nonfinite:
             # A select, not a branch: no collective may stand under a flag, and this one is the same on

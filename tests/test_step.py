@@ -509,3 +509,40 @@ def test_a_state_is_a_plain_pytree() -> None:
     host = jax.device_get(state)
     next_state, _ = step(host, BATCH)  # a checkpoint read back as host arrays
     check_close(next_state.params, step(state, BATCH)[0].params)
+
+
+def test_a_scan_over_steps_is_the_loop() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan_of(), donate=False)
+    state = step.init(PARAMS)
+    batches = jax.tree.map(lambda x: np.stack([x, 2 * x, -x]), BATCH)
+    scanned, metrics = jax.jit(lambda s, b: jax.lax.scan(step, s, b))(state, batches)
+    for index in range(3):
+        state, single = step(state, jax.tree.map(lambda x, index=index: x[index], batches))
+        assert float(single["loss"]) == pytest.approx(float(metrics["loss"][index]), rel=1e-6)
+    check_close(scanned.params, state.params)
+
+
+def test_optimizer_state_may_hold_random_keys() -> None:
+    tx = optax.chain(optax.add_noise(eta=1e-3, gamma=0.5, key=jax.random.key(3)), optax.sgd(0.1))
+    step = jaxsync.make_train_step(loss_fn, tx, plan_of(), donate=False)
+    state, _ = step(step.init(PARAMS), BATCH)
+    skipped, metrics = step(state, {"x": X * np.nan, "y": Y})
+    assert not bool(metrics["finite"])
+    for old, new in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(skipped.opt_state), strict=True):
+        if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            old, new = jax.random.key_data(old), jax.random.key_data(new)
+        np.testing.assert_array_equal(old, new)
+
+
+def test_updates_of_another_dtype_are_added_in_the_parameters_own() -> None:
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    wide = optax.GradientTransformation(
+        lambda p: optax.EmptyState(),
+        lambda u, s, p=None: (jax.tree.map(lambda x: -0.5 * x.astype(jnp.float32), u), s),
+    )
+    with jax.numpy_dtype_promotion("strict"):
+        loss = lambda p, x: (p["w"] * x.mean().astype(jnp.bfloat16)).sum()  # noqa: E731
+        step = jaxsync.make_train_step(loss, wide, plan_of(params=params))
+        state, _ = step(step.init(params), np.ones(8, np.float32))
+    assert state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(state.params["w"].astype(jnp.float32), 0.5 * np.ones(3))
