@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsync.errors import CallbackError, ClosedError, JaxsyncError
 from jaxsync.host.explain import Explainer
@@ -57,32 +57,33 @@ class Running:
 
 
 class StepResult:
-    """The reduced gradients of a step, taken apart by device when the first ticket is looked at.
+    """The reduced gradients of a step, as global arrays of which each device holds its own block.
 
-    Threading: any thread may call `of`. JAX builds the list of an array's shards at the first look, and a
-    second thread that looks meanwhile sees part of it (0.10.2); so the look is under a lock.
+    Threading: any thread may call `of`.
     """
 
     def __init__(self, plan: SyncPlan, arrays: Mapping[int, jax.Array]) -> None:
         self._plan = plan
+        # Protects the look into arrays: JAX splits one into its blocks at the first look, and a second thread
+        # that looks meanwhile sees part of them (0.10.2).
         self._lock = threading.Lock()
-        self._arrays: Mapping[int, jax.Array] | None = arrays  # both under the lock
-        self._shards: list[dict[int, jax.Array]] = []
+        self._arrays = arrays
 
     def of(self, device: int) -> Any:
-        """The registered tree on one device, None for leaves that took no part. Once for each device."""
+        """The registered tree on one device, None for leaves that took no part."""
         with self._lock:
-            if self._arrays is not None:
-                self._shards = [{} for _ in range(self._plan.mesh.size)]
-                for index, array in self._arrays.items():
-                    # Not addressable_data: of an array that says it is replicated it gives the first one.
-                    for shards, shard in zip(self._shards, array.addressable_shards, strict=True):
-                        shards[index] = shard.data
-                self._arrays = None
-            own, self._shards[device] = self._shards[device], {}  # nobody else keeps them alive
+            own = {index: _block(array, device) for index, array in self._arrays.items()}
         return jax.tree.unflatten(
             self._plan.treedef, [own.get(index) for index in range(len(self._plan.leaves))]
         )
+
+
+def _block(array: jax.Array, device: int) -> jax.Array:
+    if array.ndim:
+        block: jax.Array = array.addressable_data(device)
+    else:  # of an array that says it is replicated, addressable_data gives the first device's
+        block = array.addressable_shards[device].data
+    return block
 
 
 class Answered:
@@ -185,10 +186,11 @@ class Exchange:
         cause = self.note_cause(error)
         if isinstance(effect, Answer | Reject) and (ticket := self.tickets.pop(effect.ticket, None)):
             # The state machine counts it as answered: nobody else would answer it.
-            failed = (
-                Failure(kind="crash", step=effect.step, cause=cause) if isinstance(effect, Answer) else None
+            failure = (
+                effect.failure
+                if isinstance(effect, Reject)
+                else Failure(kind="crash", step=effect.step, cause=cause)
             )
-            failure = failed or effect.failure
             ticket.answer(self._rejection(failure, ticket.what))
         return Fail(cause=cause)
 
@@ -206,8 +208,8 @@ class Exchange:
             case Reject():
                 if effect.failure.kind == "closed":
                     self.deferred.clear()  # nobody runs them any more, and they hold arrays
-                ticket = self.tickets.pop(effect.ticket)
-                ticket.answer(self._rejection(effect.failure, ticket.what))
+                if (ticket := self.tickets.pop(effect.ticket, None)) is not None:  # else its callback ran
+                    ticket.answer(self._rejection(effect.failure, ticket.what))
                 self.recorder.record("reject", step=effect.failure.step, what=effect.failure.kind)
             case Forget():
                 self._forget(effect.step)
@@ -303,15 +305,11 @@ class Exchange:
         )
 
     def _number_types(self) -> contextlib.AbstractContextManager[object]:
-        """Lets this thread compute with 64 bits if the plan does: x64 may be a setting of the caller's alone."""
+        """Lets this thread compute in 64 bits if the plan does: x64 may be the caller's setting alone."""
         return jax.enable_x64(True) if self._is_wide else contextlib.nullcontext()
 
     def _global_array(self, step: int, leaf: int) -> jax.Array:
-        """All devices' gradients of one leaf as one array that each device sees its own part of.
-
-        Along data axes its sharding says replicated, and the replicas differ: the program reads each device's
-        own, without check_vma, and nothing else ever sees this array.
-        """
+        """All devices' gradients of one leaf as the blocks of one array, without a copy."""
         entry = self.plan.leaves[leaf]
         pieces = []
         for device, place in enumerate(self.devices):
@@ -320,8 +318,10 @@ class Exchange:
                 gradient = jax.device_put(np.zeros(entry.local_shape, entry.dtype), place)
             self._check_input(gradient, leaf, device)
             pieces.append(gradient)
-        sharding = NamedSharding(self.mesh, entry.spec)
-        return jax.make_array_from_single_device_arrays(entry.shape, sharding, pieces)
+        sharding = NamedSharding(self.mesh, _block_spec(self.plan, leaf))
+        shape = entry.local_shape
+        stacked = (shape[0] * len(pieces), *shape[1:]) if shape else ()
+        return jax.make_array_from_single_device_arrays(stacked, sharding, pieces)
 
     def _check_input(self, gradient: jax.Array, leaf: int, device: int) -> None:
         try:
@@ -350,8 +350,10 @@ class Exchange:
             answer = lambda: value  # noqa: E731
         self.counts["callbacks"] += 1
         self.recorder.record("callback", what=name, took_s=time.monotonic() - start_s)
-        if self.post(Settle(ticket=deferred.number)) is None:
-            self.tickets.pop(deferred.number).answer(answer)
+        # Refused if the client was closed meanwhile, or an interrupt struck in the middle of defer.
+        self.post(Settle(ticket=deferred.number))
+        self.tickets.pop(deferred.number, None)
+        deferred.ticket.answer(answer)  # all the same, once: it ran, and somebody may wait for it
         self.deferred.popleft()
 
 
@@ -370,10 +372,9 @@ def _forget_frames(error: BaseException) -> None:
 
 def _is_ready(array: jax.Array) -> bool:
     """Whether its computation is done, well or badly. Does not wait."""
-    try:
-        return bool(array.is_ready())  # type: ignore[attr-defined]  # public, and missing in the stubs
-    except RuntimeError:  # deleted since it was handed over: whoever takes it says so, with its name
-        return True
+    # is_ready of a deleted array ends the process with a segmentation fault (0.10.2). It counts as ready:
+    # whoever takes it says what happened, with its name.
+    return array.is_deleted() or bool(array.is_ready())  # type: ignore[attr-defined]  # missing in the stubs
 
 
 def _device_arrays(tree: Any) -> list[jax.Array]:
@@ -386,7 +387,7 @@ def bucket_program(plan: SyncPlan, leaves: tuple[int, ...]) -> Callable[[list[ja
 
     Collectives: one all-reduce for each dtype and set of axes among the leaves.
     """
-    specs = [plan.leaves[index].spec for index in leaves]
+    specs = [_block_spec(plan, index) for index in leaves]
 
     def sync(values: list[jax.Array]) -> list[jax.Array]:
         given: list[jax.Array | None] = [None] * len(plan.leaves)
@@ -395,9 +396,18 @@ def bucket_program(plan: SyncPlan, leaves: tuple[int, ...]) -> Callable[[list[ja
         reduced = reduce_leaves(plan, given)
         return [reduced[index] for index in leaves]
 
-    # Without check_vma: the inputs claim to be replicated along data axes, and are each device's own.
+    # Without check_vma: what goes in and out are each device's own blocks, whatever the types would say.
     mapped = jax.shard_map(
         sync, mesh=concrete_mesh(plan), in_specs=(specs,), out_specs=specs, check_vma=False
     )
     compiled: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(mapped)
     return compiled
+
+
+def _block_spec(plan: SyncPlan, leaf: int) -> PartitionSpec:
+    """The sharding of an array whose blocks are all devices' own values of a leaf, along its first dim.
+
+    A scalar has no dim: its array says that it is replicated, and its replicas differ. Nothing but the
+    program and the ticket ever sees it.
+    """
+    return PartitionSpec(plan.mesh.axis_names) if plan.leaves[leaf].local_shape else PartitionSpec()
