@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -42,7 +43,7 @@ from jaxsync.plan import SyncPlan, make_plan
 
 _MAX_DEFERRED = 1000  # callbacks that wait: beyond it, defer waits for the oldest
 _CLOSE_S = 5.0
-_EXIT_S = 2.0
+_EXIT_S = 4.0  # for a thread that nobody wants any more: its own grace of 2 s, and a callback that runs
 
 Device: TypeAlias = "int | jax.Device"
 
@@ -88,9 +89,11 @@ class SyncClient:
         self._exchange = Exchange(empty, self._recorder)  # does not know the client, or it would never go
         self._loop = Loop(self._exchange, self._setup(empty), "jaxsync-loop")
         self._exchange.post = self._loop.post
-        # Runs when the last reference goes, and at exit before JAX takes its runtime down.
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, self._exchange, os.getpid())
-        self._loop.start()
+        self._exchange.has_pending = self._loop.has_pending
+        # Runs when the last reference goes, and at exit.
+        self._finalizer = finalizer = weakref.finalize(self, _shut_down, self._loop, self._pid)
+        _open.add(self)
+        self._loop.start(lambda: finalizer.alive)
 
     @property
     def plan(self) -> SyncPlan:
@@ -354,12 +357,16 @@ class SyncClient:
     def _adopt(self, plan: SyncPlan) -> None:
         if self._plan == plan and self._plan.treedef == plan.treedef:  # a list and a tuple have equal paths
             return
-        if not self._loop.reset(self._setup(plan)):
+
+        def commit() -> None:
+            self._plan = None  # if an interrupt strikes before the end, it is to be registered again
+            self._exchange.use(plan)
+
+        if not self._loop.reset(self._setup(plan), commit):
             state = self._loop.state
             if state.failure is not None:
                 raise self._exchange.error(state.failure, "register_sync_parameters")
             raise StartConflictError(differences=(f"step {state.first} is open: other parameters must wait",))
-        self._exchange.use(plan)
         self._plan = plan
 
     def _setup(self, plan: SyncPlan) -> Setup:
@@ -449,14 +456,21 @@ def _drain(exchange: Exchange, timeout_s: float) -> None:
         exchange.deferred[-1].ticket.wait_until_done(timeout_s)  # they run in order
 
 
-def _shut_down(loop: Loop, exchange: Exchange, pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    if not loop.is_loop_thread():
-        _drain(exchange, _EXIT_S)
-    loop.close()
-    if not loop.is_loop_thread():
+def _shut_down(loop: Loop, pid: int) -> None:
+    if os.getpid() == pid and not loop.is_loop_thread():
+        loop.poke()
         loop.join(_EXIT_S)
+
+
+_open: weakref.WeakSet[SyncClient] = weakref.WeakSet()  # for _shut_down_all
+
+
+@atexit.register  # after JAX was imported, so that it runs before JAX takes its runtime down
+def _shut_down_all() -> None:
+    # Not left to weakref.finalize: its hook has the place of the first finalizer of the whole process, which
+    # may have been made before JAX was imported, and then runs too late.
+    for client in list(_open):
+        client._finalizer()
 
 
 def _with_paths(tree: Any, prefix: str) -> list[tuple[str, Any]]:

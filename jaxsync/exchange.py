@@ -129,6 +129,7 @@ class Exchange:
         self.callback_errors: list[tuple[Ticket[Any], str, BaseException]] = []
         self.counts = dict.fromkeys(("submissions", "launches", "bytes", "steps", "callbacks"), 0)
         self.post: Callable[[Message], Any] = lambda message: None  # the loop's, once there is one
+        self.has_pending: Callable[[], bool] = lambda: False  # the loop's too
         self._numbers = itertools.count()
         self._gradients: dict[
             tuple[int, int], dict[int, jax.Array]
@@ -226,6 +227,8 @@ class Exchange:
             self._launch(self._waiting.popleft())
         while self.deferred and all(map(_is_ready, _device_arrays(self.deferred[0].arrays))):
             self._call_back(self.deferred[0])
+            if self.has_pending():
+                break  # launches and answers first, and the end of the client
         return bool(self._running or self._waiting or self.deferred)
 
     def error(self, failure: Failure, function: str) -> JaxsyncError:
@@ -355,6 +358,7 @@ class Exchange:
         self.tickets.pop(deferred.number, None)
         deferred.ticket.answer(answer)  # all the same, once: it ran, and somebody may wait for it
         self.deferred.popleft()
+        del deferred  # the frames of its exception lead to this one, and are kept for longer than its arrays
 
 
 def _callback_error(name: str, cause: BaseException) -> CallbackError:

@@ -72,7 +72,10 @@ def place_leaves(leaves: Sequence[Any], plan: SyncPlan, *, copy: bool = False) -
     """
     mesh = concrete_mesh(plan)
     shardings = [NamedSharding(mesh, leaf.spec) for leaf in plan.leaves]
-    return list(jax.device_put(list(leaves), shardings, may_alias=False if copy else None))
+    # Copied by hand: device_put(..., may_alias=False) still shares the buffer of a device that has one, and
+    # the memory of a NumPy array (0.10.2).
+    own = [x.copy() if isinstance(x, jax.Array) else np.array(x) for x in leaves] if copy else list(leaves)
+    return list(jax.device_put(own, shardings))
 
 
 def check_batch(batch: Any, divisor: int) -> None:

@@ -166,6 +166,136 @@ EXAMPLES = [
         "To fix it: leave it out (8 on CPU, no window on accelerators): more than 32 un-awaited programs "
         "with collectives abort the process on CPU.",
     ),
+    (
+        errors.ClosedError(
+            function="Ticket.wait",
+            pending=("TFRT_CPU_1 has not synced, nor handed over the gradients of ['w']",),
+        ),
+        RuntimeError,
+        "Ticket.wait: the sync client is closed.\n"
+        "  - TFRT_CPU_1 has not synced, nor handed over the gradients of ['w']\n"
+        "To fix it: make a new client: jaxsync.start(mesh, config), or `with jaxsync.SyncClient(mesh, "
+        "config)`.",
+    ),
+    (
+        errors.StartConflictError(differences=("mesh: open with (data=4), asked for (data=8)",)),
+        RuntimeError,
+        "jaxsync.start was called before, and that client is still open, with other settings.\n"
+        "  - mesh: open with (data=4), asked for (data=8)\n"
+        "To fix it: close the first client before another start; or start with the same mesh and config.",
+    ),
+    (
+        errors.NotRegisteredError(function="submit_gradient_sync"),
+        RuntimeError,
+        "submit_gradient_sync was called before any parameters were registered.\n"
+        "To fix it: call client.register_sync_parameters(params) first.",
+    ),
+    (
+        errors.UnknownNameError(kind="leaf", names=("['v']",), known=("['b']", "['w']")),
+        LookupError,
+        "There is no such leaf: ['v'].\n"
+        "  - there is ['b']\n"
+        "  - there is ['w']\n"
+        "To fix it: name a device of the client's mesh (itself or its index), and leaves of the registered "
+        "tree by their path, as jax.tree_util.keystr writes it.",
+    ),
+    (
+        errors.DuplicateError(
+            function="submit_gradient_sync", device="TFRT_CPU_1", step=3, leaves=("['w']",)
+        ),
+        ValueError,
+        "submit_gradient_sync: TFRT_CPU_1 did that before in step 3.\n"
+        "  - grads['w']\n"
+        "To fix it: hand over each gradient once a step: add up several backward passes before, and end a "
+        "step with client.submit_sync_collective(device).",
+    ),
+    (
+        errors.SubmissionError(device="TFRT_CPU_1", problems=("grads['w'] has shape (3,); wanted (2,)",)),
+        ValueError,
+        "Gradients of TFRT_CPU_1 cannot be synced.\n"
+        "  - grads['w'] has shape (3,); wanted (2,)\n"
+        "To fix it: hand over concrete arrays that live on that device alone, with the shape of its shard "
+        "and the registered dtype: jax.device_put(grad, device).",
+    ),
+    (
+        errors.TracedSubmissionError(function="submit_gradient_sync"),
+        TypeError,
+        "submit_gradient_sync was called with traced values, inside jit, grad, shard_map or pmap.\n"
+        "To fix it: inside a traced function use jaxsync.sync_gradients(grads, plan); call the client with "
+        "the arrays the function returned.",
+    ),
+    (
+        errors.StepOverlapError(device="TFRT_CPU_1", step=3),
+        RuntimeError,
+        "TFRT_CPU_1 would start step 5 while step 3 is incomplete.\n"
+        "To fix it: wait for the ticket of a step before the next but one: ticket.wait().",
+    ),
+    (
+        errors.SetMismatchError(step=3, problems=("TFRT_CPU_0 announces ['w'], which TFRT_CPU_1 does not",)),
+        ValueError,
+        "Step 3: the devices do not announce the same leaves, so nothing was reduced.\n"
+        "  - TFRT_CPU_0 announces ['w'], which TFRT_CPU_1 does not\n"
+        "To fix it: announce the same tree on every device; a leaf that one device does not use gets a "
+        "gradient of zeros there.",
+    ),
+    (
+        errors.MissingGradientError(step=3, device="TFRT_CPU_1", leaves=("['w']",)),
+        ValueError,
+        "Step 3: TFRT_CPU_1 synced without 1 gradient.\n"
+        "  - grads['w']\n"
+        "To fix it: hand over every announced leaf before client.submit_sync_collective(device); or take "
+        "unused ones for zero with SyncConfig(unused='zero').",
+    ),
+    (
+        errors.SyncTimeoutError(
+            step=3,
+            timeout_s=60.0,
+            owed=("TFRT_CPU_1 has not synced, nor handed over the gradients of ['w']",),
+            events="at       event   step\n-------  ------  ----\n0.212 s  launch     2",
+        ),
+        TimeoutError,
+        "Step 3 was not complete after 60 s.\n"
+        "  - TFRT_CPU_1 has not synced, nor handed over the gradients of ['w']\n"
+        "To fix it: see that every device reaches client.submit_sync_collective in every step; if one is "
+        "only slow, raise SyncConfig(timeout_s=...).\n"
+        "The last events:\n"
+        "at       event   step\n"
+        "-------  ------  ----\n"
+        "0.212 s  launch     2",
+    ),
+    (
+        errors.TicketTimeoutError(what_for="the sync of TFRT_CPU_0", timeout_s=0.5),
+        TimeoutError,
+        "No answer to the sync of TFRT_CPU_0 within 0.5 s; the ticket is still pending.\n"
+        "To fix it: wait again, or longer; client.describe() says who and what is missing.",
+    ),
+    (
+        errors.SyncFailedError(step=3, devices=("TFRT_CPU_1",), reason="OSError was raised"),
+        RuntimeError,
+        "Step 3 failed for all devices: OSError was raised.\n"
+        "  - it came from TFRT_CPU_1\n"
+        "To fix it: mend what the attached cause says, close the client, and start a new one.",
+    ),
+    (
+        errors.CallbackError(callbacks=("log: OSError",)),
+        RuntimeError,
+        "1 deferred callback raised.\n"
+        "  - log: OSError\n"
+        "To fix it: mend the callback; its exception is attached as the cause.",
+    ),
+    (
+        errors.WrongThreadError(function="close"),
+        RuntimeError,
+        "close on the loop's own thread, inside a callback, would never end.\n"
+        "To fix it: let the callback only store or print, and do the rest on the thread that waits for its "
+        "ticket.",
+    ),
+    (
+        errors.ForkedProcessError(function="submit_gradient_sync"),
+        RuntimeError,
+        "submit_gradient_sync was called in a forked child of the process that started JAX.\n"
+        "To fix it: start children with multiprocessing.get_context('spawn'), and make the client there.",
+    ),
 ]
 CLASSES = [
     value

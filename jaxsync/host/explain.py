@@ -77,7 +77,7 @@ class Explainer:
     def warning(self, warn: Warn, waited_s: float) -> str:
         """The line that reports a stall."""
         owed = self.owed(warn.devices, warn.leaves) or ("a launched program has not finished",)
-        return f"step {warn.step} has waited for {waited_s:.0f} s: " + "; ".join(owed)
+        return f"step {warn.step} has waited for {waited_s:g} s: " + "; ".join(owed)
 
     def owed(self, devices: tuple[int, ...], leaves: tuple[int, ...]) -> tuple[str, ...]:
         """What devices have not done: one line for those that owe the same."""

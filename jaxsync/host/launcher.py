@@ -11,6 +11,7 @@ takes no harm from 2,000 launches; the window stays while 0.10 is supported.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxsync.errors import AliasedArrayError, DeletedArrayError, DispatchError
+from jaxsync.errors import AliasedArrayError, DeletedArrayError, DispatchError, ForkedProcessError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +46,7 @@ class Launcher:
         self._lock = threading.Lock()
         self._owner: int | None = None  # written by the thread that holds the lock; read by any
         self._in_flight: deque[Witness] = deque()  # oldest first; guarded by the lock
+        self._pid: int | None = None  # the process of the first launch; written once
 
     @property
     def num_in_flight(self) -> int:
@@ -60,14 +62,16 @@ class Launcher:
             witness: Outputs of `fn` -> what tells when its program has finished.
 
         Raises:
+            ForkedProcessError: The process is a forked child of one that has launched.
             Exception: What `fn` raises; or what an earlier program failed with, before `fn` is called.
         """
+        self._check_fork()
         me = threading.get_ident()
         if self._owner == me:
             return fn()
         with self._lock:
-            self._owner = me
             try:
+                self._owner = me
                 if window is not None:
                     self._make_room(window)
                 result = fn()
@@ -81,11 +85,21 @@ class Launcher:
         """Waits until every launched program has finished.
 
         Raises:
+            ForkedProcessError: The process is a forked child of one that has launched.
             Exception: What a program failed with.
         """
+        self._check_fork()
         with self._lock:
             while self._in_flight:
                 self._await_oldest()
+
+    def _check_fork(self) -> None:
+        # A child that was forked before the first launch may start a JAX of its own, so not at import.
+        pid = os.getpid()
+        if self._pid is None:
+            self._pid = pid
+        elif self._pid != pid:  # XLA's threads are not there: the launch would wait for ever
+            raise ForkedProcessError(function="launching a program")
 
     def _make_room(self, window: int) -> None:
         # A program without a sure witness holds all its outputs, so it is not kept waiting in line.
@@ -195,6 +209,7 @@ def guard_dispatch(fn: Callable[P, R], max_in_flight: int | None = None) -> Guar
     Raises:
         DispatchError: `max_in_flight` cannot work on this platform.
         DeletedArrayError: When called: an argument was donated before.
+        ForkedProcessError: When called: in a forked child of a process that has launched.
 
     >>> import jax, jax.numpy as jnp
     >>> step = guard_dispatch(jax.jit(lambda x: x + 1))

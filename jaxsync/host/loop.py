@@ -14,6 +14,11 @@ from jaxsync.host.state import Setup, State, step
 # How long the thread sleeps before it looks again: while programs or arrays are awaited, while a step is
 # open, and else. A message wakes it up at once; these bound what a wake-up lost to an interrupt can cost.
 _BUSY_S, _OPEN_S, _IDLE_S = 0.0005, 0.02, 0.25
+# How long a step may wait for the rest once the main thread has ended. Without a bound, a thread that is no
+# daemon and waits for a device of the main thread would keep the process from exiting for the whole timeout;
+# at once would be wrong, since threads that are no daemons may go on by themselves.
+_ORPHAN_S = 5.0
+_GRACE_S = 2.0  # for callbacks that wait when nobody wants the loop any more
 
 
 class Handler(Protocol):
@@ -55,11 +60,23 @@ class Loop:
         self._lock = threading.Lock()
         self._cell: tuple[State, tuple[Effect, ...]] = (State(setup=setup), ())  # written under the lock
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put can be interrupted safely
+        self._is_wanted: Callable[[], bool] = lambda: True  # written before the thread starts
+        self._ends_s: float | None = None  # the thread's own
         # A daemon, or the interpreter would wait for it at exit; who closes the client joins it.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # Written by the thread. Not its own ident: once it has ended, another thread may be given the same.
+        self._ident: int | None = None
 
-    def start(self) -> None:
-        """Starts the thread."""
+    def start(self, is_wanted: Callable[[], bool] | None = None) -> None:
+        """Starts the thread.
+
+        Args:
+            is_wanted: Asked by the thread, again and again: when it is False, the loop closes as soon as the
+                callbacks have run, or after 2 s. So whoever drops the loop need not do anything that takes a
+                lock, which the garbage collector may not, or that an interrupt may keep from being done.
+        """
+        if is_wanted is not None:
+            self._is_wanted = is_wanted
         self._thread.start()
 
     @property
@@ -74,7 +91,11 @@ class Loop:
 
     def is_loop_thread(self) -> bool:
         """Whether the caller is the loop's own thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._ident
+
+    def has_pending(self) -> bool:
+        """Whether something is to be performed."""
+        return bool(self._cell[1])
 
     def poke(self) -> None:
         """Makes the thread look at once."""
@@ -105,12 +126,18 @@ class Loop:
             self._wake.put(None)
         return None
 
-    def reset(self, setup: Setup) -> bool:
-        """Puts another setup in place, if no step is open and nothing is broken. Whether it did."""
+    def reset(self, setup: Setup, commit: Callable[[], None]) -> bool:
+        """Puts another setup in place, if no step is open and nothing is broken. Whether it did.
+
+        Args:
+            setup: The setup.
+            commit: Called just before: keeps what belongs to the setup.
+        """
         with self._lock:
             state, pending = self._cell
             if state.steps or state.failure is not None:
                 return False
+            commit()
             self._cell = (
                 State(setup=setup, now_s=state.now_s, first=state.first, deferred=state.deferred),
                 pending,
@@ -119,15 +146,26 @@ class Loop:
 
     def join(self, timeout_s: float) -> bool:
         """Waits until the thread has ended. Whether it has."""
+        if self._thread.ident is None:  # never started: an interrupt struck while the client was made
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
+        try:
+            self._look_and_perform()
+        finally:
+            self._ident = None
+
+    def _look_and_perform(self) -> None:
         start_s = time.monotonic()
         while True:
             try:
                 if self._perform_pending():
                     return
+                if self._is_over():
+                    self.post(Close())
                 is_busy = self._handler.poll()
                 self.post(Tick(now_s=time.monotonic() - start_s - self._handler.paused_s()))
             except BaseException as error:  # nothing dies silently: whoever waits is told
@@ -164,6 +202,17 @@ class Loop:
                 self._wake.get_nowait()
         except queue.Empty:
             return
+
+    def _is_over(self) -> bool:
+        """Whether nobody wants it; or the oldest step waits for what the ended main thread may have owed."""
+        state = self.state
+        if not self._is_wanted():
+            now_s = time.monotonic()
+            self._ends_s = now_s + _GRACE_S if self._ends_s is None else self._ends_s
+            return not state.deferred or now_s >= self._ends_s
+        if threading.main_thread().is_alive() or not state.steps or state.steps[0].since_s is None:
+            return False
+        return state.now_s - state.steps[0].since_s > _ORPHAN_S
 
     def close(self) -> None:
         """Asks the thread to end; does not wait for it."""

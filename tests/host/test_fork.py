@@ -1,0 +1,181 @@
+"""A forked child has neither the loop's thread nor a usable JAX: every call says so at once."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+START = """
+    import os, signal, sys, threading, warnings
+
+    warnings.filterwarnings("ignore", ".*fork", RuntimeWarning)  # JAX's and Python's own advice not to
+    warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
+    import jax, jax.numpy as jnp, numpy as np, jaxsync
+    from jaxsync.errors import ForkedProcessError
+
+    jaxsync.simulate_devices(2)
+    mesh = jaxsync.make_mesh({"data": 2})
+    params = {"w": np.zeros(3, np.float32)}
+    gradients = [jax.device_put(np.full(3, 1.0 + i, np.float32), device) for i, device in enumerate(jax.devices())]
+
+    def step(client):
+        for index in range(2):
+            client.submit_gradient_sync(index, {"w": gradients[index]})
+        tickets = [client.submit_sync_collective(index) for index in range(2)]
+        return [float(ticket.wait()["w"][0]) for ticket in tickets]
+
+    def refusals(calls):  # in a forked child: what each call raises, and within 2 s
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(9))
+            code = 0
+            for name, call in calls.items():
+                signal.alarm(2)
+                try:
+                    call()
+                    print(f"{name} returned", flush=True)
+                    code = 1
+                except ForkedProcessError as error:
+                    print(f"{name}: {str(error).splitlines()[0].split(' was called ')[0]}", flush=True)
+                except BaseException as error:
+                    print(f"{name} raised {error!r}", flush=True)
+                    code = 1
+            os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+
+
+def program(end: str) -> str:
+    return textwrap.dedent(START) + textwrap.dedent(end)
+
+
+def test_every_call_of_a_client_is_refused_and_the_parent_goes_on(run_python) -> None:
+    end = """
+        client = jaxsync.start(mesh)
+        client.register_sync_parameters(params)
+        step(client)
+        client.submit_gradient_sync(0, {"w": gradients[0]})
+        ticket = client.submit_sync_collective(0)
+        code = refusals({
+            "register_sync_parameters": lambda: client.register_sync_parameters(params),
+            "announce": lambda: client.register_sync_parameters(params, device=0),
+            "submit_gradient_sync": lambda: client.submit_gradient_sync(1, {"w": gradients[1]}),
+            "submit_sync_collective": lambda: client.submit_sync_collective(1),
+            "defer": lambda: client.defer(print),
+            "abort": lambda: client.abort(ValueError()),
+            "describe": client.describe,
+            "statistics": client.statistics,
+            "record": client.record,
+            "close": client.close,
+            "with": client.__enter__,
+            "ticket.wait": ticket.wait,
+            "ticket.wait_until_done": ticket.wait_until_done,
+            "await": lambda: ticket.__await__().send(None),
+        })
+        client.submit_gradient_sync(1, {"w": gradients[1]})
+        client.submit_sync_collective(1)
+        print(code, float(ticket.wait()["w"][0]), step(client))
+        client.close()
+    """
+    done = run_python(program(end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    *refused, last = done.stdout.splitlines()
+    assert last == "0 1.5 [1.5, 1.5]"
+    assert refused == [
+        "register_sync_parameters: register_sync_parameters",
+        "announce: register_sync_parameters",
+        "submit_gradient_sync: submit_gradient_sync",
+        "submit_sync_collective: submit_sync_collective",
+        "defer: defer",
+        "abort: abort",
+        "describe: describe",
+        "statistics: statistics",
+        "record: record",
+        "close: close",
+        "with: entering the client",
+        "ticket.wait: Ticket.wait",
+        "ticket.wait_until_done: Ticket.wait",
+        "await: Ticket.wait",
+    ]
+
+
+def test_guarded_launches_and_train_steps_are_refused(run_python) -> None:
+    end = """
+        import optax
+
+        psum = jax.jit(jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()
+        ))
+        guarded, x = jaxsync.guard_dispatch(psum), jnp.arange(2.0)
+        train = jaxsync.make_train_step(
+            lambda p, batch: jnp.mean((batch @ p["w"]) ** 2), optax.sgd(0.1), jaxsync.make_plan(params, mesh)
+        )
+        batch = np.ones((4, 3), np.float32)
+        state, _ = train(train.init(params), batch)
+        guarded(x)
+        code = refusals({"guarded": lambda: guarded(x), "train": lambda: train(state, batch)})
+        state, metrics = train(state, batch)
+        print(code, float(guarded(x)[0]), float(metrics["loss"]))
+    """
+    done = run_python(program(end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "guarded: launching a program",
+        "train: launching a program",
+        "0 1.0 0.0",
+    ]
+
+
+@pytest.mark.parametrize("way", ["os._exit", "sys.exit", "raise"])
+def test_a_child_ends_whatever_way_it_takes_and_the_parent_goes_on(run_python, way: str) -> None:
+    """Even with the exit hooks that it inherits: it has no loop to close."""
+    end = """
+        client = jaxsync.start(mesh)
+        client.register_sync_parameters(params)
+        client.submit_gradient_sync(0, {"w": gradients[0]})
+        ticket = client.submit_sync_collective(0)
+        client.defer(threading.Event().wait, 0.2)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            del client, ticket
+            if way == "os._exit":
+                os._exit(1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            if way == "sys.exit":
+                sys.exit(1)
+            raise SystemError
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        client.submit_gradient_sync(1, {"w": gradients[1]})
+        client.submit_sync_collective(1)
+        print(float(ticket.wait()["w"][0]))
+    """
+    done = run_python(program(f"way = {way!r}") + textwrap.dedent(end), timeout_s=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n1.5\n", "")
+
+
+def test_a_child_forked_before_jax_started_has_a_client_of_its_own(run_python) -> None:
+    end = """
+        def whole():
+            mesh = jaxsync.make_mesh({"data": 2})
+            gradients[:] = [jax.device_put(np.full(3, 1.0 + i, np.float32), d) for i, d in enumerate(jax.devices())]
+            with jaxsync.SyncClient(mesh) as client:
+                client.register_sync_parameters(params)
+                print(step(client), flush=True)
+
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            whole()
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        whole()
+        print(code)
+    """
+    start = textwrap.dedent(START)
+    start = start.replace('mesh = jaxsync.make_mesh({"data": 2})\n', "", 1)
+    lines = [line if not line.startswith("gradients = ") else "gradients = []" for line in start.splitlines()]
+    done = run_python("\n".join(lines) + textwrap.dedent(end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[1.5, 1.5]\n[1.5, 1.5]\n0\n"
