@@ -190,7 +190,8 @@ class SyncClient:
         ticket = self._ticket(f"the sync of {self._exchange.explainer.devices[index]}")
         self._exchange.tickets[number] = ticket
         try:
-            self._post(Sync(device=index, ticket=number), "submit_sync_collective", index)
+            message = Sync(device=index, ticket=number)
+            self._post(message, "submit_sync_collective", index, self._note("sync", index))
         except Exception:
             self._exchange.tickets.pop(number, None)
             raise
@@ -347,7 +348,8 @@ class SyncClient:
         if problems:
             name = self._exchange.explainer.devices[index]
             self._fail_mismatch(tuple(f"{name}: {problem}" for problem in problems))
-        self._post(Register(device=index, leaves=mask), "register_sync_parameters", index)
+        message = Register(device=index, leaves=mask)
+        self._post(message, "register_sync_parameters", index, self._note("announce", index))
 
     def _fail_mismatch(self, problems: tuple[str, ...]) -> None:
         error = SetMismatchError(step=self._loop.state.first, problems=problems)
@@ -419,6 +421,9 @@ class SyncClient:
         if refuse is not None:
             step = (open_step(self._loop.state, index) if index >= 0 else None) or self._loop.state.first
             raise self._exchange.explainer.refusal(refuse, function, index, step)
+
+    def _note(self, kind: str, index: int) -> Callable[[State], None]:
+        return lambda state: self._recorder.record(kind, step=open_step(state, index), device=index)
 
     def _ticket(self, what: str) -> Ticket[Any]:
         return Ticket(what, poke=self._loop.poke, is_loop_thread=self._loop.is_loop_thread)

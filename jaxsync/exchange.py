@@ -235,7 +235,9 @@ class Exchange:
         """The error for a failure as `function` raises it: a new one each time, with its cause attached."""
         cause = self.causes.get(-1 if failure.cause is None else failure.cause)
         if isinstance(cause, JaxsyncError):
-            return copy.copy(cause)  # it says itself what happened
+            again = copy.copy(cause)  # it says itself what happened
+            again.__cause__ = cause.__cause__
+            return again
         reason = f"{type(cause).__name__} was raised" if cause is not None else ""
         error = self.explainer.failure(failure, function, events=self.recorder.format(), reason=reason)
         error.__cause__ = cause

@@ -20,11 +20,11 @@ class Event:
 
     Attributes:
         at_s: Seconds since the recorder was made.
-        kind: Such as `"submit"`, `"launch"`, `"finish"`, `"answer"`, `"fail"`.
+        kind: Such as `"announce"`, `"sync"`, `"launch"`, `"finish"`, `"answer"`, `"reject"`.
         step: The step it belongs to.
         device: The device it came from.
         what: The leaf, bucket, callback or failure.
-        num_bytes: Bytes handed over, on one device.
+        num_bytes: Bytes reduced, on one device.
         took_s: How long it took.
     """
 

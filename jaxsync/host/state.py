@@ -266,8 +266,9 @@ def _advance(state: State) -> Outcome:
         tickets = [(device, t) for device, t in enumerate(done.tickets) if t is not None]
         effects += [Answer(ticket=t, step=done.number, device=device) for device, t in tickets]
         effects.append(Forget(step=done.number))
-        waiting = [replace(rest[0], since_s=state.now_s)] if rest and rest[0].since_s is not None else rest
-        state = replace(state, first=done.number + 1, steps=tuple(waiting))
+        if rest and rest[0].since_s is not None:  # its wait counts from now: it could not end before
+            rest[0] = replace(rest[0], since_s=state.now_s)
+        state = replace(state, first=done.number + 1, steps=tuple(rest))
     return state, tuple(effects)
 
 

@@ -2,8 +2,9 @@
 
 Python tells a signal's handler between two bytecodes, so a KeyboardInterrupt is raised before every bytecode
 that the call runs in the host modules, and after every C function it calls there: the first stands for what
-may strike, the second is where it mostly does. In between lies what no signal can reach: a `with` block's
-last bytecodes, from the end of its body to the call of `__exit__`.
+may strike, the second is where it mostly does. Left out is where no signal can strike, for Python looks for
+signals when it calls and when it jumps back: `try:` itself, and a `with` block's last bytecodes, from the end
+of its body to the call of `__exit__`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def is_watched(code: CodeType) -> bool:
 
 @functools.cache
 def unreachable(code: CodeType) -> frozenset[int]:
-    """Offsets from the end of a `with` block's body to the call of `__exit__`, and that call's start."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL", "COPY")]
-    found: set[int] = set()
+    """Offsets of `try:`, and those from the end of a `with` block's body to the call of `__exit__`."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "PRECALL"]
+    found = {step.offset for step in steps if step.opname == "NOP"}
     for index in range(len(steps) - 3):
         leave = steps[index : index + 4]
         if all(step.argval is None and step.opname == "LOAD_CONST" for step in leave[:3]) and (

@@ -222,6 +222,8 @@ def test_a_plan_may_have_hundreds_of_buckets() -> None:
     assert effects == [launch(0, bucket) for bucket in range(400) if bucket != 1]
     assert step(state, tick(64.9))[0].failure is None
     assert step(state, tick(65.0))[0].failure == Failure(kind="stuck", step=0)
+    finished = after(*first[:2], *second[:2], *[Finish(step=0)] * 399, state=make_state(buckets=buckets))
+    assert step(finished, Finish(step=0)) == (finished, (Refuse(reason="step"),))
     state, effects = run(state, *[Finish(step=0)] * 399)
     assert effects == [*(Answer(ticket=d, step=0, device=d) for d in (0, 1)), Forget(step=0)]
 
@@ -617,6 +619,7 @@ def test_closing_what_is_broken_answers_the_callbacks_and_keeps_the_first_failur
 def test_a_settled_callback_is_not_answered_at_close() -> None:
     state = after(Defer(ticket=3), Defer(ticket=4))
     assert state == dataclasses.replace(make_state(), deferred=frozenset({3, 4}))
+    assert after(Defer(ticket=3), state=state) == state
     state, effects = run(state, Settle(ticket=3))
     assert (state, effects) == (dataclasses.replace(make_state(), deferred=frozenset({4})), [])
     closed, effects = run(state, Close())
