@@ -11,11 +11,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
+from jaxsync.errors import ArgumentError
 from jaxsync.report import format_bytes, format_table
 
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +33,7 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or `"collective-permute"`.
+        kind: One of `jaxsync.audit.KINDS`, as HLO writes it: `"all-reduce"`, `"reduce-scatter"`, ...
         num_operands: How many arrays it moves at once.
         num_bytes: Bytes of its results on one device, each time it runs.
         dtypes: The dtypes of its results, as HLO writes them (`f32`, `bf16`).
@@ -52,7 +62,8 @@ class Audit:
     def count(self, kind: str) -> int:
         """How many collectives of `kind` the program has, those in loops counted once."""
         if kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}; got {kind!r}")
+            wanted = f"one of {', '.join(KINDS)}"
+            raise ArgumentError(function="Audit.count", argument="kind", got=repr(kind), wanted=wanted)
         return sum(collective.kind == kind for collective in self.collectives)
 
     @property
@@ -168,10 +179,11 @@ def _called(line: str) -> list[str]:
 def _collective(line: str, match: re.Match[str], in_loop: bool, mesh: Mesh | None) -> Collective:
     arrays = _ARRAY.findall(match["type"])
     if "-start(" in line[: match.end()] and match["kind"] != "all-reduce":
+        arrays = [pair for pair in arrays if pair != ("u32", "")]  # contexts of the transport
         arrays = arrays[len(arrays) // 2 :]  # the asynchronous forms return (operands, results)
     op_name = re.search(r'op_name="([^"]*)"', line)
     groups = _groups(line)
-    axes = _printed_axes(line)
+    axes = _printed_axes(line, mesh)
     return Collective(
         kind=match["kind"],
         num_operands=len(arrays),
@@ -190,10 +202,12 @@ def _num_bytes(dtype: str, dims: str) -> int:
     return math.prod(int(dim) for dim in dims.split(",") if dim) * size // 8
 
 
-def _printed_axes(line: str) -> tuple[str, ...] | None:
-    """Newer XLA prints the groups as `mesh['data'=4,'model'=2] {'data'}`."""
+def _printed_axes(line: str, mesh: Mesh | None) -> tuple[str, ...] | None:
+    """Newer XLA prints the groups as `mesh['data'=4,'model'=2] {'data'}`; it makes up names it lacks."""
     match = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", line)
-    return tuple(re.findall(r"'([^']+)'", match[1])) if match else None
+    axes = tuple(re.findall(r"'([^']+)'", match[1])) if match else None
+    is_known = axes is not None and (mesh is None or set(axes) <= set(mesh.axis_names))
+    return axes if is_known else None
 
 
 def _groups(line: str) -> list[list[int]] | None:
@@ -209,8 +223,8 @@ def _groups(line: str) -> list[list[int]] | None:
         return groups
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        group = math.prod(sizes[name] for name in re.findall(r"'([^']+)'", match[2]))
-        return [[0] * group]
+        chosen = [list(sizes).index(name) for name in re.findall(r"'([^']+)'", match[2])]
+        return _groups_along(np.arange(math.prod(sizes.values())).reshape(list(sizes.values())), chosen)
     return None
 
 
@@ -224,8 +238,14 @@ def _axes_of(groups: list[list[int]] | None, mesh: Mesh | None) -> tuple[str, ..
     for count in range(len(sized) + 1):
         for axes in itertools.combinations(sized, count):
             dims = [mesh.axis_names.index(axis) for axis in axes]
-            rest = [dim for dim in range(ids.ndim) if dim not in dims]
-            size = math.prod(ids.shape[dim] for dim in dims)
-            if {frozenset(g.tolist()) for g in ids.transpose(*rest, *dims).reshape(-1, size)} == wanted:
+            if {frozenset(group) for group in _groups_along(ids, dims)} == wanted:
                 return axes
     return None
+
+
+def _groups_along(ids: npt.NDArray[np.int_], dims: list[int]) -> list[list[int]]:
+    """The devices of a grid in groups that run along some of its dims."""
+    rest = [dim for dim in range(ids.ndim) if dim not in dims]
+    size = math.prod(ids.shape[dim] for dim in dims)
+    groups: list[list[int]] = ids.transpose(*rest, *dims).reshape(-1, size).tolist()
+    return groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -27,8 +28,9 @@ class SyncConfig:
         reduce: `"mean"` divides the sum by the number of devices (or the total weight); `"sum"` does not.
         reduce_dtype: The dtype gradients are summed in; they come back in their own. By default real
             floats of less than 32 bits are summed in float32 and all others in their own dtype. A dtype
-            name applies to every real float leaf; `"own"` sums each leaf in its own dtype (float16 is then
-            scaled by 1/devices before the sum, so that a mean cannot overflow).
+            name applies to every real float leaf; `"own"` sums each leaf in its own dtype. What travels as
+            float16 is scaled by 1/devices before the sum, so that the number of devices alone does not make a
+            mean overflow; microbatches and weights can.
         fuse_max_bytes: A leaf of more bytes (in its reduce dtype, per device) travels alone: to flatten it
             would cost more than it saves.
         bucket_max_leaves: At most so many leaves are fused into one bucket; more cost compile time.
@@ -58,7 +60,7 @@ class SyncConfig:
     def __post_init__(self) -> None:
         if isinstance(self.axis, list):  # as TOML has it
             object.__setattr__(self, "axis", tuple(self.axis))
-        if self.reduce_dtype is not None and not isinstance(self.reduce_dtype, str):
+        if self.reduce_dtype not in (None, "own"):  # one name for each dtype: "half" is "float16"
             object.__setattr__(self, "reduce_dtype", _dtype_name(self.reduce_dtype))
         if problems := list(_problems(self)):
             raise ConfigError(source="SyncConfig(...)", problems=tuple(problems))
@@ -167,7 +169,7 @@ def _dtype_name(dtype: Any) -> str:
     try:
         return str(jnp.dtype(dtype))
     except TypeError:
-        return repr(dtype)
+        return str(dtype)
 
 
 def is_real_float(dtype_name: str) -> bool:
@@ -210,4 +212,6 @@ def _set_fields(config: SyncConfig) -> typing.Iterator[tuple[dataclasses.Field[A
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return json.dumps(value)  # what JSON escapes, TOML reads
+    return repr(float(value) if isinstance(value, float) else value)

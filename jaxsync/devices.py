@@ -8,7 +8,7 @@ from types import ModuleType
 
 import jax
 
-from jaxsync.errors import BackendStartedError
+from jaxsync.errors import ArgumentError, BackendStartedError
 
 # XLA's CPU runtime runs every device's share of a program on one pool. A collective parks one thread a
 # device until all have come, so a pool of fewer threads than devices in flight waits for itself. Twice the
@@ -31,6 +31,7 @@ def simulate_devices(n: int) -> None:
     Raises:
         BackendStartedError: JAX has made its devices already, and not these; or another `n` was asked for
             before. The process never continues with fewer devices than asked.
+        ArgumentError: `n` is no positive int.
 
     >>> import jaxsync, jax
     >>> jaxsync.simulate_devices(8)
@@ -39,7 +40,8 @@ def simulate_devices(n: int) -> None:
     """
     global _simulated
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"simulate_devices needs a number of devices, 1 or more; got {n!r}")
+        wanted = "a number of devices, 1 or more"
+        raise ArgumentError(function="simulate_devices", argument="n", got=repr(n), wanted=wanted)
     if _simulated == n:
         return
     if _simulated is not None:

@@ -2,6 +2,7 @@
 
     JaxsyncError
     ├── ConfigError            (ValueError)           a configuration that cannot be meant
+    ├── ArgumentError          (TypeError)            an argument of another kind or value
     ├── MissingExtraError      (ImportError)          an optional dependency is not installed
     ├── BackendStartedError    (RuntimeError)         devices asked for after JAX had made its own
     ├── DeviceCountError       (RuntimeError)         fewer devices than the mesh needs
@@ -118,6 +119,22 @@ class ConfigError(JaxsyncError, ValueError):
 
 
 @_error
+class ArgumentError(JaxsyncError, TypeError, ValueError):
+    """An argument that is of another kind than it should be, or has a value that cannot be meant."""
+
+    function: str
+    argument: str
+    got: str
+    wanted: str
+
+    def what(self) -> str:
+        return f"{self.function} got {self.argument} = {self.got}; wanted {self.wanted}."
+
+    def fix(self) -> str:
+        return f"see help(jaxsync.{self.function}) for what each argument is, and their order."
+
+
+@_error
 class MissingExtraError(JaxsyncError, ImportError):
     """An optional dependency is not installed."""
 
@@ -186,7 +203,10 @@ class MeshError(JaxsyncError, ValueError):
         return self.problems
 
     def fix(self) -> str:
-        return "make the plan for the mesh it runs on: SyncConfig(axis=...) names the data axes of that mesh."
+        return (
+            "give the mesh named axes of one or more devices, make the plan for the mesh it runs on, and "
+            "name the axes that carry the batch in SyncConfig(axis=...)."
+        )
 
 
 @_error
@@ -438,8 +458,8 @@ class BatchError(JaxsyncError, ValueError):
 
     def fix(self) -> str:
         return (
-            f"make the leading dim of every batch leaf a multiple of {self.divisor}; to keep all rows, pad "
-            "the last batch and give the padding weight 0 with weighted=True."
+            f"give every batch leaf the same number of rows, a multiple of {self.divisor}; to keep all "
+            "rows, pad the last batch and give the padding weight 0 with weighted=True."
         )
 
 

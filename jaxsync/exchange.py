@@ -136,9 +136,8 @@ class Exchange:
         ] = {}  # (step, device) -> leaf -> gradient
         self._results: dict[int, dict[int, jax.Array]] = {}  # step -> leaf -> reduced global array
         self._answers: dict[int, StepResult] = {}  # the step that is being answered
-        self._waiting: deque[Launch] = deque()  # loop thread only, as are the next three
+        self._waiting: deque[Launch] = deque()  # loop thread only, as are the next two
         self._running: deque[Running] = deque()
-        self._compiled: set[tuple[int, ...]] = set()
         self._paused_s = 0.0
         self.use(plan)
 
@@ -196,7 +195,7 @@ class Exchange:
         return Fail(cause=cause)
 
     def paused_s(self) -> float:
-        """Seconds spent compiling."""
+        """Seconds spent launching (so compiling, too) and in callbacks: what waits for those is not late."""
         return self._paused_s
 
     def perform(self, effect: Effect) -> None:
@@ -288,9 +287,7 @@ class Exchange:
             start_s = time.monotonic()
             outputs = process_launcher().launch(lambda: program(inputs), self._window, lambda out: (out[0],))
             now_s = time.monotonic()
-        if leaves not in self._compiled:
-            self._compiled.add(leaves)
-            self._paused_s += now_s - start_s
+        self._paused_s += now_s - start_s
         self._running.append(
             Running(
                 step=launch.step,
@@ -353,8 +350,10 @@ class Exchange:
             answer = raising(functools.partial(_callback_error, name, error))
         else:
             answer = lambda: value  # noqa: E731
+        took_s = time.monotonic() - start_s
+        self._paused_s += took_s
         self.counts["callbacks"] += 1
-        self.recorder.record("callback", what=name, took_s=time.monotonic() - start_s)
+        self.recorder.record("callback", what=name, took_s=took_s)
         # Refused if the client was closed meanwhile, or an interrupt struck in the middle of defer.
         self.post(Settle(ticket=deferred.number))
         self.tickets.pop(deferred.number, None)

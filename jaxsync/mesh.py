@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxsync.errors import DeviceCountError, MeshError
+from jaxsync.errors import ArgumentError, DeviceCountError, MeshError
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -21,27 +22,32 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
         devices: The devices to use; by default the first of `jax.devices()`.
 
     Raises:
-        MeshError: No axis, or a size that is no positive int.
+        ArgumentError: `axes` is no mapping.
+        MeshError: No axis, a size that is no positive int, or a device that is given twice.
         DeviceCountError: There are fewer devices than the product of the sizes.
 
     >>> format_mesh(make_mesh({"data": 4, "model": 2}))
     'data=4, model=2'
     """
+    if not isinstance(axes, Mapping):
+        wanted = 'a mapping of axis names to sizes, such as {"data": 8}'
+        raise ArgumentError(function="make_mesh", argument="axes", got=repr(axes), wanted=wanted)
     problems = [
         f"axis {name!r} has size {size!r}: wanted an int of 1 or more"
         for name, size in axes.items()
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
     ]
     if problems or not axes:
         raise MeshError(mesh=str(dict(axes)), problems=tuple(problems or ["it has no axis"]))
     found = jax.devices() if devices is None else list(devices)
-    asked = math.prod(axes.values())
+    if len(set(found)) < len(found):
+        raise MeshError(mesh=str(dict(axes)), problems=("a device is given twice",))
+    sizes = tuple(int(size) for size in axes.values())
+    asked = math.prod(sizes)
     if asked > len(found):
         platform = found[0].platform if found else "no"
         raise DeviceCountError(asked=asked, found=len(found), platform=f"platform {platform}")
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found[:asked]
-    )
+    return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found[:asked])
 
 
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:

@@ -89,9 +89,12 @@ def make_leaves(
         SpecError: A spec does not fit its leaf, the mesh, or the tree.
         DataShardedError: A spec shards a parameter over a data axis.
     """
-    with_path, treedef = jax.tree_util.tree_flatten_with_path(params)
+    try:
+        with_path, treedef = jax.tree_util.tree_flatten_with_path(params)
+    except ValueError as error:  # a dict with keys that have no order
+        raise RegistrationError(leaves=(("", f"tree that JAX cannot flatten: {error}"),)) from error
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in with_path]
-    no_arrays = [(path, type(leaf).__name__) for path, leaf in named if not _is_array(leaf)]
+    no_arrays = [(path, _describe(leaf)) for path, leaf in named if not _is_array(leaf)]
     if no_arrays:
         raise RegistrationError(leaves=tuple(no_arrays))
     sizes = axis_sizes(mesh)
@@ -118,8 +121,27 @@ def make_leaves(
 
 
 def _is_array(leaf: Any) -> bool:
-    # A numpy object array has a shape and a dtype, but nothing JAX can hold.
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and leaf.dtype != np.dtype(object)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return False
+    dtype = leaf.dtype
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    # A NumPy array may hold objects, strings, dates, structs, 128-bit floats or bytes in another order.
+    is_number = jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    is_wide = jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > (16 if dtype.kind == "c" else 8)
+    return bool(is_number and dtype.isnative and not is_wide)
+
+
+def _describe(leaf: Any) -> str:
+    kind = type(leaf).__name__
+    return f"{kind} of {leaf.dtype}" if hasattr(leaf, "dtype") else kind
+
+
+def canonical_dtype(array: Any) -> str:
+    """The name of the dtype an array has on a device: without x64, NumPy's 64 bits become 32."""
+    if isinstance(array, jax.Array):
+        return str(array.dtype)
+    return str(jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True))
 
 
 def _make_leaf(
@@ -130,7 +152,7 @@ def _make_leaf(
         path=path,
         shape=shape,
         local_shape=local_shape(shape, spec, sizes),
-        dtype=str(array.dtype),
+        dtype=canonical_dtype(array),
         kind=leaf_kind(shape, array.dtype),
         spec=spec,
         reduce_axes=tuple(axis for axis in data_axes if axis not in spec_axes(spec)),
@@ -195,10 +217,15 @@ def _placed_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec:
 
 
 def _spec_problem(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> str | None:
+    if spec.unreduced or spec.reduced:
+        return "unreduced and reduced axes are for gradients, not for parameters"
     if len(spec) > len(shape):
         return f"the spec has {len(spec)} entries for {len(shape)} dims"
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         return "UNCONSTRAINED leaves the sharding open"
+    odd = [entry for entry in spec if not (entry is None or isinstance(entry, str | tuple))]
+    if odd:
+        return f"{odd[0]!r} is no axis name"
     axes = spec_axes(spec)
     unknown = [axis for axis in axes if axis not in sizes]
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,16 +80,25 @@ def place_leaves(leaves: Sequence[Any], plan: SyncPlan, *, copy: bool = False) -
 
 
 def check_batch(batch: Any, divisor: int) -> None:
-    """Refuses a batch whose leading dims are no multiples of `divisor`. Scalars go to every device.
+    """Refuses a batch that does not divide into `divisor` equal parts. Scalars go to every device.
 
     Raises:
-        BatchError: Names each such leaf.
+        BatchError: Names each leaf without rows, with a number of rows that is no multiple, or with another
+            number than most: it would be broadcast against the others, silently.
     """
-    bad = [
-        (jax.tree_util.keystr(path), str(np.shape(leaf)), f"{np.shape(leaf)[0]} rows are no multiple of it")
+    rows = {
+        jax.tree_util.keystr(path): np.shape(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if np.ndim(leaf) and np.shape(leaf)[0] % divisor
-    ]
+        if np.ndim(leaf)
+    }
+    counts = Counter(shape[0] for shape in rows.values())
+    usual = counts.most_common(1)[0][0] if counts else 0
+    bad = []
+    for path, shape in rows.items():
+        if shape[0] == 0 or shape[0] % divisor:
+            bad.append((path, str(shape), f"{shape[0]} rows are no multiple of it"))
+        elif shape[0] != usual:
+            bad.append((path, str(shape), f"{shape[0]} rows, where other leaves have {usual}"))
     if bad:
         raise BatchError(leaves=tuple(bad), divisor=divisor)
 

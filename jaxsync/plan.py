@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxsync.buckets import Bucket, make_buckets
 from jaxsync.config import SyncConfig
+from jaxsync.errors import ArgumentError, ConfigError
 from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh
 from jaxsync.params import Leaf, make_leaves
 from jaxsync.report import format_bytes, format_table
@@ -123,6 +124,8 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
         config: Default `SyncConfig()`.
 
     Raises:
+        ArgumentError: `mesh` or `config` is something else.
+        ConfigError: The reduce dtype has 64 bits, and JAX is not set to compute in them.
         MeshError: The mesh lacks a data axis of the config.
         RegistrationError: A leaf is no array.
         SpecError: A spec does not fit its leaf, the mesh or the tree.
@@ -135,6 +138,7 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
     (1, 24)
     """
     config = SyncConfig() if config is None else config
+    _check_arguments(mesh, config)
     check_axes(mesh, config.axes)
     leaves, treedef = make_leaves(params, mesh, specs, config.axes)
     buckets = make_buckets(leaves, config)
@@ -146,6 +150,18 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
         treedef=treedef,
         fingerprint=_fingerprint(mesh, config, leaves, buckets),
     )
+
+
+def _check_arguments(mesh: Any, config: Any) -> None:
+    for argument, value, kind in (("mesh", mesh, (Mesh, AbstractMesh)), ("config", config, SyncConfig)):
+        if not isinstance(value, kind):
+            wanted = "a jax.sharding.Mesh" if argument == "mesh" else "a SyncConfig"
+            got = f"a {type(value).__name__}"
+            raise ArgumentError(function="make_plan", argument=argument, got=got, wanted=wanted)
+    dtype = config.reduce_dtype
+    if dtype not in (None, "own") and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+        problem = f"reduce_dtype = {dtype!r}: JAX computes in 32 bits unless jax_enable_x64 is set"
+        raise ConfigError(source="SyncConfig(...)", problems=(problem,))
 
 
 def _fingerprint(

@@ -12,13 +12,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsync.errors import LossError, MeshError
+from jaxsync.errors import ArgumentError, LossError, MeshError, TreeMismatchError
 from jaxsync.host.launcher import (
     check_not_aliased,
     check_not_deleted,
     process_launcher,
     resolve_window,
 )
+from jaxsync.ingraph.axes import declared_synced
 from jaxsync.ingraph.grads import (
     Local,
     LossFn,
@@ -122,9 +123,13 @@ class TrainStep:
 
         Inside another trace (with `transform="shard_map"`) it is part of that program: `lax.scan` over steps.
         """
-        if isinstance(state.step, jax.core.Tracer):  # part of another program, such as a scan over steps
-            return cast("tuple[TrainState, dict[str, Any]]", self._compiled(state, batch))
+        if not isinstance(state, TrainState):
+            got = f"a {type(state).__name__}"
+            raise ArgumentError(function="TrainStep", argument="state", got=got, wanted="what step.init made")
         rows = jax.tree.leaves(batch)
+        if any(isinstance(x, jax.core.Tracer) for x in (state.step, *rows)):
+            # Part of another program, such as a scan over steps.
+            return cast("tuple[TrainState, dict[str, Any]]", self._compiled(state, batch))
         check_not_deleted([*jax.tree.leaves(state), *rows], {"state": state, "batch": batch})
         if self._donate:
             check_not_aliased("state", state, rows)
@@ -192,6 +197,7 @@ class TrainStep:
         The update is outside `shard_map` so that an optimizer which looks at whole leaves (norms, factored
         moments) is right for sharded ones too.
         """
+        check_batch(batch, self.plan.num_replicas * self._accumulate)
         leaf_specs = [leaf.spec for leaf in self.plan.leaves]
         batch_specs = jax.tree.map(lambda x: batch_spec(x, self.plan), batch)
         everywhere = PartitionSpec()
@@ -200,11 +206,19 @@ class TrainStep:
             mesh=self._mesh,
             in_specs=(leaf_specs, batch_specs),
             out_specs=([leaf_specs[i] for i in self._chosen], everywhere),
-        )(jax.tree.leaves(state.params), batch)
+        )(self._param_leaves(state), batch)
         return self._update(state, *synced)
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        return self._update(state, *self._sync(jax.tree.leaves(state.params), batch))
+        return self._update(state, *self._sync(self._param_leaves(state), batch))
+
+    def _param_leaves(self, state: TrainState) -> list[Any]:
+        """The parameters in plan order; not by position alone, or another model's would do."""
+        if jax.tree.structure(state.params) != self.plan.treedef:
+            match_tree(state.params, self.plan, "state.params")  # says which leaf differs, if one does
+            problem = "state.params has the paths of the plan in another kind of container"
+            raise TreeMismatchError(problems=(problem,))
+        return jax.tree.leaves(state.params)
 
     def _sync(self, leaves: Sequence[Any], batch: Any) -> tuple[list[jax.Array], dict[str, Any]]:
         """On one device: its rows -> synced gradients of the trained leaves, and metrics."""
@@ -232,7 +246,6 @@ class TrainStep:
 
     def _split_batch(self, batch: Any) -> Any:
         k = self._accumulate
-        check_batch(batch, k)
         return jax.tree.map(
             lambda x: x.reshape(k, x.shape[0] // k, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (k,)),
             batch,
@@ -246,9 +259,11 @@ class TrainStep:
         for index, grad in zip(self._chosen, grads, strict=True):
             full[index] = grad
         trainable = self._trainable(leaves)
-        updates, opt_state = self._tx.update(
-            jax.tree.unflatten(self.plan.treedef, full), state.opt_state, trainable
-        )
+        with declared_synced():
+            updates, opt_state = self._tx.update(
+                jax.tree.unflatten(self.plan.treedef, full), state.opt_state, trainable
+            )
+        _check_updates(updates, trainable)
         with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 parameter is fine
             for index, update in zip(self._chosen, jax.tree.leaves(updates), strict=True):
                 leaves[index] = (leaves[index] + update).astype(leaves[index].dtype)
@@ -257,7 +272,7 @@ class TrainStep:
             # A select, not a branch: no collective may stand under a flag, and this one is the same on
             # every device in any case.
             params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(metrics["finite"], new, old),
+                lambda new, old: jnp.where(metrics["finite"], _sharded_like(new, old), old),
                 (params, opt_state),
                 (state.params, state.opt_state),
             )
@@ -271,7 +286,10 @@ class TrainStep:
         shardings = [self._shardings[min(jnp.ndim(x), 1)] for x in leaves]
         if not all(map(_is_placed, leaves, shardings)):
             check_batch(batch, self.plan.num_replicas * self._accumulate)
-            leaves = jax.device_put(leaves, shardings)
+            # Copied, since JAX may go on reading a NumPy array after the call: a loader that refills its
+            # buffer would train this step on the next step's rows.
+            own = [np.array(x) if isinstance(x, np.ndarray) else x for x in leaves]
+            leaves = jax.device_put(own, shardings)
         return jax.tree.unflatten(treedef, leaves)
 
     def _stack(self, x: Any) -> Any:
@@ -282,6 +300,29 @@ class TrainStep:
 
 def _is_placed(x: Any, sharding: NamedSharding) -> bool:
     return isinstance(x, jax.Array) and x.sharding == sharding
+
+
+def _check_updates(updates: Any, trainable: Any) -> None:
+    wanted, found = (
+        {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (trainable, updates)
+    )
+    problems = [
+        f"updates{path} has shape {found.get(path, 'none')}; wanted {shape}"
+        for path, shape in wanted.items()
+        if found.get(path) != shape
+    ]
+    problems += [f"updates{path} is not in the plan" for path in found if path not in wanted]
+    if problems:
+        raise TreeMismatchError(problems=tuple(problems))
+
+
+def _sharded_like(new: Any, old: Any) -> Any:
+    """`new` with the sharding of `old`, which matters on Explicit meshes alone: there it is in the type."""
+    wanted = jax.typeof(old).sharding
+    if wanted.mesh.are_all_axes_auto or wanted.mesh.empty or jax.typeof(new).sharding == wanted:
+        return new
+    return jax.sharding.reshard(new, wanted)
 
 
 def _strong_copy(x: Any) -> jax.Array:
@@ -349,9 +390,11 @@ def make_train_step(
     axes, one all-reduce of one element for `finite`, and what `tx` needs.
 
     Raises:
+        ArgumentError: An argument is of another kind, or has a value that cannot be meant.
         MeshError: The mesh has no devices; or `transform="pmap"` and it has more than one axis.
         DispatchError: The config's `max_in_flight` cannot work.
-        BatchError: When called: a batch leaf cannot be divided.
+        BatchError: When called: the batch cannot be divided, or its leaves differ in their rows.
+        TreeMismatchError: When called: the state or the optimizer's update is not the tree of the plan.
         DeletedArrayError: When called: an argument was donated to an earlier call.
         AliasedArrayError: When called with `donate`: the state holds one array twice.
         LossError: When called: `loss_fn` returns something else.
@@ -365,10 +408,18 @@ def make_train_step(
     >>> float(metrics["loss"]), float(state.params["w"][0])
     (1.0, 0.20000000298023224)
     """
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"make_train_step needs accumulate >= 1; got {accumulate!r}")
-    if transform not in ("shard_map", "pmap"):
-        raise ValueError(f"make_train_step knows transform 'shard_map' and 'pmap'; got {transform!r}")
+    is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and accumulate >= 1
+    checks = [
+        ("loss_fn", loss_fn, callable(loss_fn), "a function"),
+        ("tx", tx, hasattr(tx, "init") and hasattr(tx, "update"), "an optimizer with init and update"),
+        ("plan", plan, isinstance(plan, SyncPlan), "a SyncPlan"),
+        ("accumulate", accumulate, is_count, "an int of 1 or more"),
+        ("transform", transform, transform in ("shard_map", "pmap"), "'shard_map' or 'pmap'"),
+    ]
+    for argument, value, is_right, wanted in checks:
+        if not is_right:
+            got = repr(value) if isinstance(value, int | str) else f"a {type(value).__name__}"
+            raise ArgumentError(function="make_train_step", argument=argument, got=got, wanted=wanted)
     if transform == "pmap" and len(plan.mesh.axis_names) != 1:
         problem = "transform='pmap' has one axis: use transform='shard_map'"
         raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))

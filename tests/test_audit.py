@@ -84,7 +84,7 @@ def test_the_table_shows_what_runs_where(mesh) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind must be one of"):
+    with pytest.raises(ValueError, match="wanted one of all-reduce"):
         jaxsync.audit(lambda x: x, jnp.ones(1)).count("all_reduce")
 
 
@@ -114,6 +114,8 @@ ENTRY %main (p: f32[4]) -> f32[4] {{
         ("replica_groups=[4,2]<=[8]", ("model",)),
         ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data",)),
         ("replica_groups=mesh['data'=4,'model'=2] {'data'}", ("data",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
+        ("replica_groups=mesh['axis_0'=8] {'axis_0'}", ("data", "model")),
         ("replica_groups={}", None),
     ],
 )
@@ -131,6 +133,15 @@ def test_asynchronous_forms_count_once_with_the_bytes_of_their_result(mesh) -> N
     done = "  ROOT %d = f32[16]{0} all-gather-done(%s)\n}\n"
     audit = parse_hlo(text[: text.rindex("}")] + done, mesh)
     assert [(c.kind, c.num_bytes) for c in audit.collectives] == [("all-gather", 64)]
+
+
+def test_contexts_of_the_transport_are_no_operands(mesh) -> None:
+    text = HLO.format(groups="source_target_pairs={{0,1}}").replace(
+        "ROOT %r = f32[4]{0} all-reduce(%p)",
+        "ROOT %s = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%p)",
+    )
+    [found] = parse_hlo(text, mesh).collectives
+    assert (found.num_operands, found.num_bytes) == (1, 16)
 
 
 def test_small_and_odd_dtypes_have_their_bytes(mesh) -> None:

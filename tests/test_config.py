@@ -75,6 +75,9 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reduce_dtype_may_be_a_dtype() -> None:
+    assert (
+        SyncConfig(reduce_dtype="half") == SyncConfig(reduce_dtype="f2") == SyncConfig(reduce_dtype="float16")
+    )
     assert SyncConfig(reduce_dtype=jnp.bfloat16).reduce_dtype == "bfloat16"  # type: ignore[arg-type]
 
 
@@ -90,7 +93,7 @@ def test_it_is_frozen() -> None:
 
 configs = st.builds(
     SyncConfig,
-    axis=st.lists(st.text("abc_", min_size=1), min_size=1, unique=True).map(tuple) | st.just("data"),
+    axis=st.lists(st.text('abc_\\"\n\té', min_size=1), min_size=1, unique=True).map(tuple) | st.just("data"),
     reduce=st.sampled_from(["mean", "sum"]),
     reduce_dtype=st.sampled_from([None, "own", "float32", "bfloat16", "float64"]),
     fuse_max_bytes=st.integers(0, 1 << 30),

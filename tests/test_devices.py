@@ -116,5 +116,5 @@ def test_a_larger_pool_of_the_users_stays(run_python) -> None:
 
 @pytest.mark.parametrize("n", [0, -1, True, 2.0, "8"])
 def test_what_is_no_count_is_refused(n: object) -> None:
-    with pytest.raises(ValueError, match="needs a number of devices, 1 or more"):
+    with pytest.raises(ValueError, match="wanted a number of devices, 1 or more"):
         jaxsync.simulate_devices(n)  # type: ignore[arg-type]

@@ -19,6 +19,14 @@ EXAMPLES = [
         "To fix it: correct the keys above; `jaxsync.SyncConfig` documents every key of the sync table.",
     ),
     (
+        errors.ArgumentError(
+            function="make_train_step", argument="accumulate", got="0", wanted="an int of 1 or more"
+        ),
+        TypeError,
+        "make_train_step got accumulate = 0; wanted an int of 1 or more.\n"
+        "To fix it: see help(jaxsync.make_train_step) for what each argument is, and their order.",
+    ),
+    (
         errors.MissingExtraError(feature="jaxsync train", package="optax", extra="train"),
         ImportError,
         "jaxsync train needs the package 'optax', which is not installed.\n"
@@ -49,8 +57,8 @@ EXAMPLES = [
         ValueError,
         "The mesh (data=8) does not fit.\n"
         "  - SyncConfig.axis names 'd', which the mesh does not have\n"
-        "To fix it: make the plan for the mesh it runs on: SyncConfig(axis=...) names the data axes of that "
-        "mesh.",
+        "To fix it: give the mesh named axes of one or more devices, make the plan for the mesh it runs on, "
+        "and name the axes that carry the batch in SyncConfig(axis=...).",
     ),
     (
         errors.RegistrationError(leaves=(("['act']", "function"),)),
@@ -156,8 +164,8 @@ EXAMPLES = [
         ValueError,
         "The batch cannot be divided into 8 equal parts (devices x accumulate).\n"
         "  - batch['x'] (9, 3): 9 rows are no multiple of it\n"
-        "To fix it: make the leading dim of every batch leaf a multiple of 8; to keep all rows, pad the last "
-        "batch and give the padding weight 0 with weighted=True.",
+        "To fix it: give every batch leaf the same number of rows, a multiple of 8; to keep all rows, pad "
+        "the last batch and give the padding weight 0 with weighted=True.",
     ),
     (
         errors.DispatchError(asked="64", limit=32),

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxsync import make_mesh
-from jaxsync.errors import DeviceCountError, MeshError
+from jaxsync.errors import ArgumentError, DeviceCountError, MeshError
 
 
 def test_axes_are_auto_and_in_order() -> None:
@@ -21,6 +21,23 @@ def test_a_small_mesh_takes_the_first_devices() -> None:
 def test_given_devices_are_used() -> None:
     chosen = jax.devices()[4:6]
     assert list(make_mesh({"data": 2}, devices=chosen).devices.flat) == chosen
+
+
+def test_sizes_of_numpy_are_ints_too() -> None:
+    import numpy as np
+
+    assert make_mesh({"data": np.int64(4)}).size == 4
+
+
+@pytest.mark.parametrize("axes", [8, [("data", 8)], None])
+def test_what_is_no_mapping_is_refused(axes: object) -> None:
+    with pytest.raises(ArgumentError, match="wanted a mapping of axis names to sizes"):
+        make_mesh(axes)  # type: ignore[arg-type]
+
+
+def test_a_device_stands_once() -> None:
+    with pytest.raises(MeshError, match="a device is given twice"):
+        make_mesh({"data": 2}, devices=jax.devices()[:1] * 2)
 
 
 def test_too_few_devices_are_counted() -> None:

@@ -63,6 +63,25 @@ def test_a_leaf_that_is_no_array_is_named(mesh) -> None:
     assert caught.value.leaves[1] == ("['lr']", "float")
 
 
+@pytest.mark.parametrize("dtype", [">f4", "longdouble", "datetime64[s]", "U3", "S3", "f4,i4", "V8", "O"])
+def test_numpy_arrays_that_jax_cannot_hold_are_refused(mesh, dtype: str) -> None:
+    with pytest.raises(RegistrationError) as caught:
+        make_plan({"w": np.zeros(2, dtype)}, mesh)
+    assert caught.value.leaves[0][1] == f"ndarray of {np.dtype(dtype)}"
+
+
+def test_64_bits_of_numpy_are_32_without_x64(mesh) -> None:
+    tree = {"w": np.ones(3), "n": np.arange(3)}
+    assert [leaf.dtype for leaf in make_plan(tree, mesh).leaves] == ["int32", "float32"]
+    with jax.enable_x64(True):
+        assert [leaf.dtype for leaf in make_plan(tree, mesh).leaves] == ["int64", "float64"]
+
+
+def test_a_tree_without_an_order_is_refused(mesh) -> None:
+    with pytest.raises(RegistrationError, match="tree that JAX cannot flatten"):
+        make_plan({1: jnp.ones(2), "a": jnp.ones(2)}, mesh)
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -71,6 +90,8 @@ def test_a_leaf_that_is_no_array_is_named(mesh) -> None:
         (P("model", "model"), "an axis is used twice"),
         (P(None, "model"), "dim 1 of size 3 does not divide over 2 devices"),
         (P(P.UNCONSTRAINED), "UNCONSTRAINED leaves the sharding open"),
+        (P(unreduced={"data"}), "unreduced and reduced axes are for gradients, not for parameters"),
+        (P(1), "1 is no axis name"),
     ],
 )
 def test_a_spec_that_does_not_fit_is_named_with_its_reason(mesh, spec, reason: str) -> None:

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsync
 from jaxsync import SyncConfig, make_mesh, make_plan
-from jaxsync.errors import MeshError
+from jaxsync.errors import ArgumentError, ConfigError, MeshError
 
 TREE = {"w": jnp.ones((4, 3)), "b": jnp.ones(3, jnp.bfloat16), "n": jnp.int32(1)}
 
@@ -99,3 +99,19 @@ def test_specs_come_back_as_the_tree() -> None:
     mesh = make_mesh({"data": 4, "model": 2})
     specs = {"w": P("model"), "b": P(), "n": P()}
     assert make_plan(TREE, mesh, specs).specs == specs
+
+
+def test_arguments_of_another_kind_are_named() -> None:
+    mesh = make_mesh({"data": 8})
+    with pytest.raises(ArgumentError, match="mesh = a dict; wanted a jax"):
+        make_plan(mesh, TREE)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="config = a dict; wanted a SyncConfig"):
+        make_plan(TREE, mesh, None, {"reduce": "sum"})  # type: ignore[arg-type]
+
+
+def test_a_64_bit_wire_needs_64_bits() -> None:
+    config = SyncConfig(reduce_dtype="float64")
+    with pytest.raises(ConfigError, match="JAX computes in 32 bits unless jax_enable_x64 is set"):
+        make_plan(TREE, make_mesh({"data": 8}), config=config)
+    with jax.enable_x64(True):
+        assert make_plan(TREE, make_mesh({"data": 8}), config=config).buckets[0].dtype == "float64"

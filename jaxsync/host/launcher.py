@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -75,7 +76,8 @@ class Launcher:
                 if window is not None:
                     self._make_room(window)
                 result = fn()
-                if window is not None and (arrays := witness(result)):
+                arrays = witness(result) if window is not None else ()
+                if arrays and not isinstance(arrays[0], jax.core.Tracer):  # else part of another program
                     self._in_flight.append(arrays)
                 return result
             finally:
@@ -186,6 +188,10 @@ class GuardedFunction(Generic[P, R]):
             return find_witness(outputs, (args, kwargs))
 
         return _LAUNCHER.launch(lambda: fn(*args, **kwargs), self._window, witness)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds like a function, so that a method can be guarded."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__wrapped__":  # not set yet: a copy or an unpickled object

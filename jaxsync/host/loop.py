@@ -31,7 +31,7 @@ class Handler(Protocol):
         """Looks at what is under way. Whether anything is left that should be looked at again soon."""
 
     def paused_s(self) -> float:
-        """Seconds that do not count towards timeouts: those spent compiling."""
+        """Seconds that do not count towards timeouts, since this thread itself spent them: compiling, say."""
 
     def crash(self, error: BaseException, effect: Effect | None = None) -> Message:
         """Takes note of an exception of the loop itself, and says what the state machine is told.

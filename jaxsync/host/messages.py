@@ -65,7 +65,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed: seconds on a clock that stands still while programs compile."""
+    """Time has passed: seconds on a clock that stands still while programs compile and callbacks run."""
 
     now_s: float
 

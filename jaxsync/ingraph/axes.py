@@ -6,7 +6,9 @@ Inside `shard_map(check_vma=True)` every value carries the axes it varies over. 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
@@ -84,6 +86,30 @@ def check_axes_bound(plan: SyncPlan, function: str) -> None:
     ]
     if problems:
         raise MeshError(mesh=format_mesh(plan.mesh), problems=tuple(problems))
+
+
+_is_synced_here: ContextVar[bool] = ContextVar("_is_synced_here", default=False)
+
+
+@contextlib.contextmanager
+def declared_synced() -> Iterator[None]:
+    """While an optimizer is traced: its gradients are synced, also where types do not say so (`pmap`)."""
+    token = _is_synced_here.set(True)
+    try:
+        yield
+    finally:
+        _is_synced_here.reset(token)
+
+
+def check_not_declared_synced(plan: SyncPlan) -> None:
+    """Refuses to sync where gradients are declared synced.
+
+    Raises:
+        AlreadyReducedError: Names every synced leaf.
+    """
+    if _is_synced_here.get():
+        paths = tuple(leaf.path for leaf in plan.leaves if leaf.is_synced)
+        raise AlreadyReducedError(leaves=paths, axes=plan.data_axes)
 
 
 def check_not_reduced(leaves: Sequence[Leaf], values: Sequence[Any]) -> None:
@@ -167,7 +193,7 @@ def check_typed_communication(fn: Callable[..., Any], arg: Any, plan: SyncPlan) 
 def _communication(jaxpr: Any, axes: Sequence[str]) -> Iterator[str]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name.startswith("custom_") or name == "axis_index":
+        if name.startswith("custom_vjp") or name == "axis_index":
             continue
         used = equation.params.get("axes", equation.params.get("axis_name", ()))
         if set(used if isinstance(used, tuple) else (used,)) & set(axes):

@@ -17,6 +17,7 @@ from jaxsync.errors import LossError
 from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import (
     check_axes_bound,
+    check_not_declared_synced,
     check_not_reduced,
     check_typed_communication,
     make_varying,
@@ -56,6 +57,7 @@ def sync_gradients(grads: Any, plan: SyncPlan) -> Any:
     >>> sync(jnp.arange(4.0))["w"]
     Array([1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
+    check_not_declared_synced(plan)
     check_axes_bound(plan, "sync_gradients")
     leaves, rebuild = match_tree(grads, plan, "grads")
     check_not_reduced(plan.leaves, leaves)
@@ -92,7 +94,8 @@ def value_and_grad(
         loss_fn: `loss_fn(params, *args)` -> the mean loss over this device's rows, a real scalar.
             `weighted=True`: `(loss, weight)` with a weight >= 0, such as the number of real rows; the result
             is then `sum(weight * loss) / sum(weight)` and its gradient (with `reduce="sum"`: undivided). A
-            device of weight 0 contributes nothing, even NaN. `has_aux=True`: `(loss, aux)`, or
+            device of weight 0 contributes nothing, even NaN; a negative weight makes everything NaN. The
+            weight is a constant to the gradient. `has_aux=True`: `(loss, aux)`, or
             `((loss, weight), aux)`.
         plan: From `make_plan`.
         has_aux: Whether `loss_fn` returns auxiliary data. It comes back as it is, each device's own.
@@ -196,6 +199,8 @@ def local_gradients(
     loss = loss.astype(wide_dtype(str(loss.dtype)))
     if weight is not None:
         [weight] = make_varying([jnp.asarray(weight, loss.dtype)], plan.data_axes)
+        # What is no weight must not be taken for 0: it makes everything NaN, which is seen.
+        weight = jnp.where(weight >= 0, weight, jnp.full((), jnp.nan, weight.dtype))
         packed = [weigh(array, weight) for array in packed]
     local = Local(
         manifest=manifest,
@@ -213,7 +218,7 @@ def weigh(array: jax.Array, weight: jax.Array | None) -> jax.Array:
     if weight is None:
         return array
     # Not a product alone: 0 * nan is nan, and a device without rows often has 0 / 0 for a loss.
-    return jnp.where(weight > 0, array * weight.astype(array.dtype), jnp.zeros((), array.dtype))
+    return jnp.where(weight == 0, jnp.zeros((), array.dtype), array * weight.astype(array.dtype))
 
 
 def _no_gradient(value: Any) -> Any:
@@ -233,7 +238,7 @@ def _split(returned: Any, has_aux: bool, weighted: bool) -> tuple[jax.Array, Any
         loss, weight = _pair(loss, "(loss, weight)")
     _check_scalar(loss, "a real float scalar loss", jnp.floating)
     if weighted:
-        _check_scalar(weight, "a real scalar weight", jnp.number)
+        _check_scalar(weight, "a real scalar weight", jnp.floating, jnp.integer)
     return jnp.asarray(loss), weight, aux
 
 
@@ -243,9 +248,10 @@ def _pair(value: Any, wanted: str) -> tuple[Any, Any]:
     return value[0], value[1]
 
 
-def _check_scalar(value: Any, wanted: str, kind: Any) -> None:
+def _check_scalar(value: Any, wanted: str, *kinds: Any) -> None:
     is_number = isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
-    if not is_number or jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), kind):
+    is_kind = is_number and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
+    if not is_kind or jnp.shape(value) != ():
         raise LossError(got=_describe(value), wanted=wanted)
 
 
@@ -308,7 +314,8 @@ def sync_local(local: Local, plan: SyncPlan, extras: Sequence[jax.Array] = ()) -
 
     Collectives: `plan.num_all_reduces` all-reduces, which the scalars join if one is of their dtype.
     """
-    parts = [local.losses, *extras] if local.weights is None else [local.losses, local.weights, *extras]
+    wide = [value.astype(wide_dtype(str(value.dtype))) for value in extras]
+    parts = [local.losses, *wide] if local.weights is None else [local.losses, local.weights, *wide]
     weights = [None if part is local.weights else local.weights for part in parts]
     riders = [_sum_rows(part, weight) for part, weight in zip(parts, weights, strict=True)]
     dtype = max((value.dtype for value in riders), key=lambda dtype: dtype.itemsize)
@@ -343,7 +350,7 @@ def _sum_rows(values: jax.Array, weights: jax.Array | None) -> jax.Array:
 def _total_weight(local: Local, plan: SyncPlan, rider: jax.Array) -> jax.Array | int:
     if local.weights is None:
         return local.losses.shape[0] * plan.num_replicas
-    return jnp.where(rider[1] > 0, rider[1], jnp.ones((), rider.dtype))  # no row anywhere: 0, not 0 / 0
+    return jnp.where(rider[1] == 0, jnp.ones((), rider.dtype), rider[1])  # no row anywhere: 0, not 0 / 0
 
 
 def is_finite(synced: Synced, plan: SyncPlan) -> jax.Array:

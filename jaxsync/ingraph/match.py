@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxsync.errors import TreeMismatchError
 from jaxsync.ingraph.axes import is_bound
 from jaxsync.mesh import axis_sizes
-from jaxsync.params import Leaf, local_shape
+from jaxsync.params import Leaf, canonical_dtype, local_shape
 from jaxsync.plan import SyncPlan
 
 Rebuild = Callable[[Sequence[Any]], Any]
@@ -75,7 +75,7 @@ def _problems(leaf: Leaf, value: Any, plan: SyncPlan) -> Iterator[str]:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         yield f"is a {type(value).__name__}, no array"
         return
-    if str(value.dtype) != leaf.dtype:
+    if canonical_dtype(value) != leaf.dtype:
         yield f"has dtype {value.dtype}; the plan has {leaf.dtype}"
     wanted = _shapes_here(leaf, plan)
     if tuple(value.shape) not in wanted:

@@ -61,8 +61,15 @@ def pack(manifest: Sequence[Cargo], leaves: Sequence[jax.Array]) -> list[jax.Arr
 
 def _pack_one(cargo: Cargo, leaves: Sequence[jax.Array]) -> jax.Array:
     if len(cargo.leaves) == 1:
-        return leaves[cargo.leaves[0]].astype(cargo.bucket.dtype)
-    return jnp.concatenate([leaves[i].ravel() for i in cargo.leaves]).astype(cargo.bucket.dtype)
+        packed = leaves[cargo.leaves[0]].astype(cargo.bucket.dtype)
+    else:
+        packed = jnp.concatenate([leaves[i].ravel() for i in cargo.leaves]).astype(cargo.bucket.dtype)
+    if jnp.issubdtype(packed.dtype, jnp.complexfloating):
+        # XLA ends the process when it simplifies the all-reduce of a complex constant, such as the zero
+        # gradient of a parameter that the loss does not use (jaxlib 0.10.2 and 0.12.0). It cannot see through
+        # this.
+        packed = lax.optimization_barrier(packed)
+    return packed
 
 
 def unpack(

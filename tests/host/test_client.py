@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsync
@@ -32,6 +32,7 @@ from jaxsync.errors import (
     ClosedError,
     DuplicateError,
     JaxsyncError,
+    MeshError,
     MissingGradientError,
     NotRegisteredError,
     RegistrationError,
@@ -48,7 +49,7 @@ from jaxsync.errors import (
 )
 from jaxsync.exchange import Exchange
 from jaxsync.host.launcher import process_launcher
-from jaxsync.host.messages import Answer, Forget, Launch, Reject
+from jaxsync.host.messages import Answer, Forget, Launch, Reject, Warn
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -213,6 +214,26 @@ def test_a_compiled_step_hands_its_metrics_to_deferred_callbacks() -> None:
     np.testing.assert_allclose(losses[0], loss_fn(MODEL, {"x": ROWS, "y": TARGETS}), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_compiled_steps_and_synced_devices_work_side_by_side(client) -> None:
+    """Both launch collectives, from threads of their own, and through one launcher."""
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), jaxsync.make_plan(MODEL, client.mesh))
+
+    def train() -> float:
+        state = step.init(MODEL)
+        for _ in range(100):
+            state, metrics = step(state, {"x": ROWS, "y": TARGETS})
+        return float(metrics["loss"])
+
+    def sync(device: int) -> None:
+        for number in range(100):
+            check_equal(finish(client, device, device + number).wait(), gradient(1.5 + number))
+
+    loss, *synced = in_threads(train, *[functools.partial(sync, device) for device in range(4)])
+    assert loss < 1e-2
+    assert synced == [None] * 4
+
+
 def test_several_backward_passes_are_added_up_before_a_sync(client) -> None:
     microbatches = [gradient(value) for value in (1, 2, 4)]
     for device in range(4):
@@ -244,6 +265,9 @@ MIXED_SPECS = {
 MESHES = {
     "data": lambda: jaxsync.make_mesh({"data": 8}),
     "data x model": lambda: jaxsync.make_mesh({"data": 4, "model": 2}),
+    "data x model, explicit": lambda: jax.make_mesh(
+        (4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Explicit)
+    ),
     "model x data, permuted": lambda: Mesh(
         np.array(jax.devices())[np.random.default_rng(3).permutation(8)].reshape(2, 4), ("model", "data")
     ),
@@ -364,6 +388,12 @@ def test_a_device_may_be_named_by_itself_or_by_its_index(client) -> None:
         check_equal(ticket.wait(), gradient(1.5))
 
 
+def test_a_single_array_is_a_tree_too() -> None:
+    params = np.zeros((2, 2), np.float32)
+    with make_client(params=params) as client:
+        run_step(client, params=params)
+
+
 def test_leaves_that_pass_through_are_ignored_and_come_back_none() -> None:
     params = {
         "w": jnp.zeros(2),
@@ -422,6 +452,30 @@ def test_double_precision_of_the_callers_thread_alone_is_kept() -> None:
                 np.testing.assert_allclose(ticket.wait()["w"], np.full(3, expected), rtol=1e-15)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.set_mesh(jaxsync.make_mesh({"other": 8})),
+        lambda: jax.default_device(jax.devices()[5]),
+        lambda: jax.transfer_guard_device_to_host("disallow"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.default_matmul_precision("bfloat16"),
+        lambda: jax.numpy_dtype_promotion("standard"),
+    ],
+    ids=["mesh", "device", "transfer guard", "nans", "precision", "promotion"],
+)
+def test_settings_of_the_callers_thread_change_nothing(setting: Any) -> None:
+    with setting(), make_client() as client:
+        for device in range(4):
+            client.submit_gradient_sync(device, gradient(np.nan if device == 1 else device))
+        tickets = [client.submit_sync_collective(device) for device in range(4)]
+        done = client.defer(lambda x: float(x), jnp.float32(2))
+        results = [ticket.wait() for ticket in tickets]
+        assert done.wait() == 2
+    for result in results:
+        check_equal(result, gradient(np.nan))
+
+
 def test_weak_types_and_other_trees_of_equal_leaves_compile_nothing_new(compiles) -> None:
     with make_client() as client:
         devices = devices_of(client)
@@ -452,6 +506,20 @@ def test_buckets_are_launched_before_all_gradients_are_in(client) -> None:
     for ticket in [client.submit_sync_collective(device) for device in range(4)]:
         check_equal(ticket.wait(), gradient(1.5))
     assert client.statistics()["launches"] == 2
+
+
+def test_gradients_may_be_handed_over_before_they_are_computed() -> None:
+    with make_client(params={"x": np.zeros((), np.float32)}) as client:
+        for device, place in enumerate(devices_of(client)):
+            client.submit_gradient_sync(device, {"x": heavy(float(device), place)})
+        for ticket in [client.submit_sync_collective(device) for device in range(4)]:
+            assert float(ticket.wait()["x"]) == 1.5
+
+
+def test_one_program_in_flight_is_enough() -> None:
+    with make_client(max_in_flight=1) as client:
+        for step in range(10):
+            run_step(client, step)
 
 
 def test_statistics_count_what_has_happened(client) -> None:
@@ -618,6 +686,21 @@ def test_devices_that_announce_at_once_register_once(attempt: int) -> None:
             check_equal(found, gradient(1.5))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axis", "problem"),
+    [
+        (lambda: jaxsync.make_mesh({"data": 4}), "batch", "SyncConfig.axis names 'batch', which the mesh"),
+        (lambda: AbstractMesh((4,), ("data",)), "data", "it is an AbstractMesh: there are no devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_and_leaves_no_thread(mesh: Any, axis: str, problem: str) -> None:
+    before = threading.enumerate()
+    error = error_of(lambda: jaxsync.SyncClient(mesh(), jaxsync.SyncConfig(axis=axis)))
+    assert type(error) is MeshError
+    assert error.problems[0].startswith(problem)
+    assert threading.enumerate() == before
+
+
 # Tickets.
 
 
@@ -690,7 +773,7 @@ def test_each_waiter_gets_an_error_of_its_own(client) -> None:
 # Deferred callbacks.
 
 
-def heavy(value: float) -> jax.Array:
+def heavy(value: float, device: jax.Device | None = None) -> jax.Array:
     """An array that is not ready yet when it is returned."""
 
     @jax.jit
@@ -699,7 +782,7 @@ def heavy(value: float) -> jax.Array:
             value
         )
 
-    return compute(jnp.ones((600, 600)))
+    return compute(jax.device_put(np.ones((600, 600), np.float32), device))
 
 
 def test_callbacks_run_in_order_and_see_numpy_values() -> None:
@@ -711,6 +794,18 @@ def test_callbacks_run_in_order_and_see_numpy_values() -> None:
     assert [(kind, float(x), n, text) for kind, x, n, text in seen] == [
         (np.ndarray, float(number), number, "text") for number in range(50)
     ]
+
+
+def test_an_array_that_is_deleted_before_its_callback_runs_is_an_error_of_the_callback(client) -> None:
+    gate, array = threading.Event(), jnp.ones(3)
+    client.defer(lambda: gate.wait(20) and None)
+    ticket = client.defer(lambda x: None, array)
+    array.delete()  # as a step does to a state it was given
+    gate.set()
+    error = error_of(ticket.wait)
+    assert type(error) is CallbackError
+    assert "deleted" in str(error.__cause__)
+    run_step(client)
 
 
 def test_a_ticket_of_defer_has_what_the_callback_returned(client) -> None:
@@ -1062,6 +1157,47 @@ def test_the_time_of_earlier_steps_does_not_count_for_a_later_one() -> None:
             check_equal(finish(client, 3, 3 + step).wait(), gradient(1.5 + step))
 
 
+def test_the_time_compiling_takes_does_not_count() -> None:
+    with make_client(params=None, timeout_s=0.4, fuse_max_bytes=80_000, bucket_max_leaves=80) as client:
+        for first in (1, 2):  # the programs of the second tree have the leaves of the first
+            params = {f"w{i}": np.zeros(first + i, np.float32) for i in range(80)}
+            client.register_sync_parameters(params)
+            run_step(client, params=params)
+
+
+def test_the_time_that_others_keep_the_launcher_does_not_count() -> None:
+    """As a train step does while it compiles."""
+    gate, entered = threading.Event(), threading.Event()
+
+    def hold() -> Any:
+        return process_launcher().launch(lambda: (entered.set(), gate.wait(20)), None, lambda _: ())
+
+    with make_client(timeout_s=0.3) as client, ThreadPoolExecutor(1) as pool:
+        run_step(client)
+        pool.submit(hold)
+        entered.wait(20)
+        tickets = [finish(client, device, device) for device in range(4)]
+        with pytest.raises(TicketTimeoutError):
+            tickets[0].wait(timeout=0.6)
+        gate.set()
+        for ticket in tickets:
+            check_equal(ticket.wait(), gradient(1.5))
+
+
+def test_the_time_a_callback_takes_does_not_count() -> None:
+    gate, entered = threading.Event(), threading.Event()
+    with make_client(timeout_s=0.3) as client:
+        run_step(client)
+        client.defer(lambda: (entered.set(), gate.wait(20)))
+        entered.wait(20)
+        tickets = [finish(client, device, device) for device in range(4)]
+        with pytest.raises(TicketTimeoutError):
+            tickets[0].wait(timeout=0.6)
+        gate.set()
+        for ticket in tickets:
+            check_equal(ticket.wait(), gradient(1.5))
+
+
 @pytest.mark.parametrize(
     "odd",
     [
@@ -1240,6 +1376,16 @@ def test_a_forgetting_that_breaks_fails_the_next_call_and_nothing_before(faulty)
     wait_until(lambda: "broken: crash" in faulty.describe())
     error = error_of(lambda: faulty.submit_sync_collective(0))
     assert repr(error.__cause__) == "OSError('broken in perform Forget')"
+
+
+def test_a_warning_that_breaks_is_a_failure_with_its_cause(monkeypatch) -> None:
+    monkeypatch.setattr("jaxsync.client.Exchange", Faulty)
+    monkeypatch.setattr(Faulty, "breaks", f"perform {Warn.__name__}")
+    client = make_client(stall_warning_s=0.05)
+    error = error_of(finish(client, 0, 0).wait)
+    assert type(error) is SyncFailedError
+    assert repr(error.__cause__) == "OSError('broken in perform Warn')"
+    client.close()
 
 
 def test_an_exception_while_an_exception_is_noted_still_reaches_every_waiter(faulty, monkeypatch) -> None:

@@ -15,9 +15,12 @@ START = """
     from jaxsync.errors import ForkedProcessError
 
     jaxsync.simulate_devices(2)
-    mesh = jaxsync.make_mesh({"data": 2})
     params = {"w": np.zeros(3, np.float32)}
-    gradients = [jax.device_put(np.full(3, 1.0 + i, np.float32), device) for i, device in enumerate(jax.devices())]
+    gradients = []
+
+    def make_gradients():
+        for index, device in enumerate(jax.devices()):
+            gradients.append(jax.device_put(np.full(3, 1.0 + index, np.float32), device))
 
     def step(client):
         for index in range(2):
@@ -46,8 +49,14 @@ START = """
 """
 
 
-def program(end: str) -> str:
-    return textwrap.dedent(START) + textwrap.dedent(end)
+STARTED = """
+    mesh = jaxsync.make_mesh({"data": 2})
+    make_gradients()
+"""
+
+
+def program(*parts: str) -> str:
+    return "".join(map(textwrap.dedent, (START, *parts)))
 
 
 def test_every_call_of_a_client_is_refused_and_the_parent_goes_on(run_python) -> None:
@@ -78,7 +87,7 @@ def test_every_call_of_a_client_is_refused_and_the_parent_goes_on(run_python) ->
         print(code, float(ticket.wait()["w"][0]), step(client))
         client.close()
     """
-    done = run_python(program(end), timeout_s=60)
+    done = run_python(program(STARTED, end), timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
     *refused, last = done.stdout.splitlines()
     assert last == "0 1.5 [1.5, 1.5]"
@@ -118,7 +127,7 @@ def test_guarded_launches_and_train_steps_are_refused(run_python) -> None:
         state, metrics = train(state, batch)
         print(code, float(guarded(x)[0]), float(metrics["loss"]))
     """
-    done = run_python(program(end), timeout_s=60)
+    done = run_python(program(STARTED, end), timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "guarded: launching a program",
@@ -151,7 +160,7 @@ def test_a_child_ends_whatever_way_it_takes_and_the_parent_goes_on(run_python, w
         client.submit_sync_collective(1)
         print(float(ticket.wait()["w"][0]))
     """
-    done = run_python(program(f"way = {way!r}") + textwrap.dedent(end), timeout_s=60)
+    done = run_python(program(STARTED, f"way = {way!r}", end), timeout_s=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n1.5\n", "")
 
 
@@ -159,7 +168,7 @@ def test_a_child_forked_before_jax_started_has_a_client_of_its_own(run_python) -
     end = """
         def whole():
             mesh = jaxsync.make_mesh({"data": 2})
-            gradients[:] = [jax.device_put(np.full(3, 1.0 + i, np.float32), d) for i, d in enumerate(jax.devices())]
+            make_gradients()
             with jaxsync.SyncClient(mesh) as client:
                 client.register_sync_parameters(params)
                 print(step(client), flush=True)
@@ -173,9 +182,6 @@ def test_a_child_forked_before_jax_started_has_a_client_of_its_own(run_python) -
         whole()
         print(code)
     """
-    start = textwrap.dedent(START)
-    start = start.replace('mesh = jaxsync.make_mesh({"data": 2})\n', "", 1)
-    lines = [line if not line.startswith("gradients = ") else "gradients = []" for line in start.splitlines()]
-    done = run_python("\n".join(lines) + textwrap.dedent(end), timeout_s=60)
+    done = run_python(program(end), timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "[1.5, 1.5]\n[1.5, 1.5]\n0\n"

@@ -133,6 +133,17 @@ def test_it_keeps_name_doc_and_lowering() -> None:
         guarded.no_such_attribute  # noqa: B018
 
 
+def test_a_method_can_be_guarded() -> None:
+    class Model:
+        scale = 3.0
+
+        @jaxsync.guard_dispatch
+        def apply(self, x: jax.Array) -> jax.Array:
+            return x * self.scale
+
+    np.testing.assert_array_equal(Model().apply(jnp.ones(2)), [3, 3])
+
+
 def test_results_without_arrays_are_passed_on() -> None:
     assert jaxsync.guard_dispatch(lambda: "done")() == "done"
 

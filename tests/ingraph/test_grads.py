@@ -294,6 +294,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
         (lambda x: x.sum().astype(jnp.complex64), {}, "complex64[]"),
         (lambda x: None, {}, "a NoneType"),
         (lambda x: (x.sum(), "much"), {"weighted": True}, "a str"),
+        (lambda x: (x.sum(), x.sum().astype(jnp.complex64)), {"weighted": True}, "complex64[]"),
     ],
 )
 def test_a_loss_that_is_no_loss_is_described(returned, flags, got: str) -> None:
@@ -388,6 +389,25 @@ def test_untyped_communication_with_a_rule_of_its_own_is_let_through() -> None:
     truth = jax.grad(lambda p: two_layers(p, x, lambda y: y))(MODEL)
     for name in grads:
         np.testing.assert_allclose(grads[name], truth[name], rtol=1e-5)
+
+
+def test_a_forward_rule_does_not_hide_untyped_communication() -> None:
+    @jax.custom_jvp
+    def total(y: jax.Array) -> jax.Array:
+        return jax.lax.psum(y, "model")
+
+    total.defjvp(lambda primals, tangents: (total(*primals), jax.lax.psum(tangents[0], "model")))
+    mesh = jaxsync.make_mesh({"data": 4, "model": 2})
+    plan = jaxsync.make_plan({"w": jnp.ones(2)}, mesh, P("model"))
+    mapped = jax.shard_map(
+        jaxsync.value_and_grad(lambda p, x: total((p["w"] * x.mean()).sum()), plan),
+        mesh=mesh,
+        in_specs=(plan.specs, P("data")),
+        out_specs=(P(), plan.specs),
+        check_vma=False,
+    )
+    with pytest.raises(UncheckedModelError):
+        mapped({"w": jnp.ones(2)}, jnp.arange(4.0))
 
 
 def test_two_data_axes_are_one_reduction() -> None:
