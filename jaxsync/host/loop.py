@@ -14,10 +14,6 @@ from jaxsync.host.state import Setup, State, step
 # How long the thread sleeps before it looks again: while programs or arrays are awaited, while a step is
 # open, and else. A message wakes it up at once; these bound what a wake-up lost to an interrupt can cost.
 _BUSY_S, _OPEN_S, _IDLE_S = 0.0005, 0.02, 0.25
-# How long a step may wait for the rest once the main thread has ended. Without a bound, a thread that is no
-# daemon and waits for a device of the main thread would keep the process from exiting for the whole timeout;
-# at once would be wrong, since threads that are no daemons may go on by themselves.
-_ORPHAN_S = 5.0
 _GRACE_S = 2.0  # for callbacks that wait when nobody wants the loop any more
 
 
@@ -204,15 +200,12 @@ class Loop:
             return
 
     def _is_over(self) -> bool:
-        """Whether nobody wants it; or the oldest step waits for what the ended main thread may have owed."""
-        state = self.state
-        if not self._is_wanted():
-            now_s = time.monotonic()
-            self._ends_s = now_s + _GRACE_S if self._ends_s is None else self._ends_s
-            return not state.deferred or now_s >= self._ends_s
-        if threading.main_thread().is_alive() or not state.steps or state.steps[0].since_s is None:
+        """Whether nobody wants the loop, and its callbacks have run or had their time."""
+        if self._is_wanted():
             return False
-        return state.now_s - state.steps[0].since_s > _ORPHAN_S
+        now_s = time.monotonic()
+        self._ends_s = now_s + _GRACE_S if self._ends_s is None else self._ends_s
+        return not self.state.deferred or now_s >= self._ends_s
 
     def close(self) -> None:
         """Asks the thread to end; does not wait for it."""

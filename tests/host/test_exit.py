@@ -18,8 +18,8 @@ START = """
     def loops():
         return [thread for thread in threading.enumerate() if thread.name == "jaxsync-loop"]
 
-    def open_client():
-        client = jaxsync.SyncClient(mesh)
+    def open_client(timeout_s=60.0):
+        client = jaxsync.SyncClient(mesh, jaxsync.SyncConfig(timeout_s=timeout_s))
         client.register_sync_parameters(params)
         return client
 
@@ -88,20 +88,21 @@ ENDS = {
         "",
     ),
     "a thread that is no daemon waits": (
-        "client = open_client(); ticket = half_a_step(client); in_thread(ticket.wait, daemon=False)",
+        # A thread that is no daemon may go on by itself, so the step has all of its time, and ends with it.
+        "client = open_client(2.0); ticket = half_a_step(client); in_thread(ticket.wait, daemon=False)",
         0,
-        "ClosedError",
+        "SyncTimeoutError",
     ),
     "threads of both kinds wait and a callback is queued": (
         """
-        client = open_client()
+        client = open_client(2.0)
         ticket = half_a_step(client)
         in_thread(ticket.wait, daemon=True)
         in_thread(ticket.wait, daemon=False)
         client.defer(lambda: print("called"))
         """,
         0,
-        "called\nClosedError",
+        "called\nSyncTimeoutError",
     ),
     "a thread that is no daemon goes on": (
         """
