@@ -54,7 +54,7 @@ class Instant:
     def paused_s(self) -> float:
         return 0.0
 
-    def crash(self, error: BaseException) -> Message:
+    def crash(self, error: BaseException, effect: Effect | None = None) -> Message:
         return Fail(cause=0)
 
 

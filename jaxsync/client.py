@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -38,6 +38,7 @@ from jaxsync.host.recorder import Recorder
 from jaxsync.host.state import Setup, State, open_step
 from jaxsync.host.ticket import Ticket
 from jaxsync.mesh import format_mesh
+from jaxsync.params import Leaf
 from jaxsync.placement import check_replicas_equal, place_leaves
 from jaxsync.plan import SyncPlan, make_plan
 
@@ -381,32 +382,38 @@ class SyncClient:
         )
 
     def _match(self, index: int, name_or_tree: Any, grad: Any) -> dict[int, jax.Array]:
-        plan = self._registered_plan("submit_gradient_sync")
+        """The gradients of some leaves by plan index, each fit for this device."""
+        plan, place = self._registered_plan("submit_gradient_sync"), self._exchange.devices[index]
         prefix, tree = (name_or_tree, grad) if isinstance(name_or_tree, str) else ("", name_or_tree)
-        known = self._exchange.index_of
+        found: dict[int, jax.Array] = {}
+        problems = []
+        for leaf, value in self._locate(prefix, tree):
+            entry = plan.leaves[leaf]
+            if not entry.is_synced:
+                continue
+            if not _fits(value, entry.local_shape, self._exchange.dtypes[leaf], place):
+                value, wrong = _mend(value, entry, place)
+                problems += [f"grads{entry.path} {problem}" for problem in wrong]
+            found[leaf] = value
+        if not found and not problems and not jax.tree.leaves(tree):
+            problems = [f"grads{prefix} holds no gradient"]
+        if problems:
+            raise SubmissionError(device=self._exchange.explainer.devices[index], problems=tuple(problems))
+        return found
+
+    def _locate(self, prefix: str, tree: Any) -> Iterable[tuple[int, Any]]:
+        """The plan index of each leaf of `tree`."""
+        plan, known = self._registered_plan("submit_gradient_sync"), self._exchange.index_of
+        flat, treedef = jax.tree.flatten(tree)
+        if not prefix and treedef == plan.treedef:
+            return enumerate(flat)
         given = _with_paths(tree, prefix)
         unknown = tuple(path for path, _ in given if path not in known)
         if not given and not any(path.startswith(prefix) for path in known):
             unknown = (prefix,)
         if unknown:
             raise UnknownNameError(kind="leaf", names=unknown, known=tuple(known))
-        found, place = {}, self._exchange.devices[index]
-        problems = [] if given else [f"grads{prefix} holds no gradient"]
-        for path, value in given:
-            entry = plan.leaves[known[path]]
-            if not entry.is_synced:
-                continue
-            if isinstance(value, np.ndarray | np.generic) and not _differences(
-                entry, value, entry.local_shape
-            ):
-                # A copy, since device_put may share the memory, and the caller may write there.
-                value = jax.device_put(np.array(value), place)
-            wrong = _differences(entry, value, entry.local_shape) or _misplaced(value, place)
-            problems += [f"grads{path} {problem}" for problem in wrong]
-            found[known[path]] = value
-        if problems:
-            raise SubmissionError(device=self._exchange.explainer.devices[index], problems=tuple(problems))
-        return found
+        return [(known[path], value) for path, value in given]
 
     def _post(
         self, message: Message, function: str, index: int, commit: Callable[[State], None] | None = None
@@ -512,6 +519,24 @@ def _named_dtype(name: str) -> Any:
         return jax.numpy.dtype(name)
     except TypeError:  # a key's; it is compared by its own name
         return name
+
+
+def _fits(value: Any, shape: tuple[int, ...], dtype: Any, place: jax.Device) -> bool:
+    """Whether a gradient is right in all respects: the quick look, which nearly all of them pass."""
+    try:
+        is_alike = value.shape == shape and value.dtype == dtype
+        return bool(is_alike and value.device == place and not value.is_deleted())
+    except (AttributeError, RuntimeError):  # no array, NumPy's, or deleted
+        return False
+
+
+def _mend(value: Any, entry: Leaf, place: jax.Device) -> tuple[Any, list[str]]:
+    """A gradient that is not right in all respects as one that is, or what is wrong with it."""
+    wrong = _differences(entry, value, entry.local_shape)
+    if not wrong and isinstance(value, np.ndarray | np.generic):
+        # A copy, since device_put may share the memory, and the caller may write there.
+        return jax.device_put(np.array(value), place), []
+    return value, wrong or _misplaced(value, place)
 
 
 def _misplaced(value: Any, place: jax.Device) -> list[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -57,7 +58,7 @@ class Running:
 
 
 class StepResult:
-    """The reduced gradients of a step, as global arrays of which each device holds its own block.
+    """The reduced gradients of a step, taken apart by device when the first ticket is looked at.
 
     Threading: any thread may call `of`.
     """
@@ -67,23 +68,28 @@ class StepResult:
         # Protects the look into arrays: JAX splits one into its blocks at the first look, and a second thread
         # that looks meanwhile sees part of them (0.10.2).
         self._lock = threading.Lock()
-        self._arrays = arrays
+        self._arrays: Mapping[int, jax.Array] | None = arrays  # both under the lock
+        self._blocks: list[dict[int, jax.Array]] = []
 
     def of(self, device: int) -> Any:
-        """The registered tree on one device, None for leaves that took no part."""
+        """The registered tree on one device, None for leaves that took no part. Once for each device."""
         with self._lock:
-            own = {index: _block(array, device) for index, array in self._arrays.items()}
+            if self._arrays is not None:
+                self._blocks = _split(self._arrays, self._plan.mesh.size)
+                self._arrays = None
+            own, self._blocks[device] = self._blocks[device], {}  # nobody else keeps them alive
         return jax.tree.unflatten(
             self._plan.treedef, [own.get(index) for index in range(len(self._plan.leaves))]
         )
 
 
-def _block(array: jax.Array, device: int) -> jax.Array:
-    if array.ndim:
-        block: jax.Array = array.addressable_data(device)
-    else:  # of an array that says it is replicated, addressable_data gives the first device's
-        block = array.addressable_shards[device].data
-    return block
+def _split(arrays: Mapping[int, jax.Array], num_devices: int) -> list[dict[int, jax.Array]]:
+    # All devices at once: each call of addressable_data lists all blocks of an array to take one.
+    blocks: list[dict[int, jax.Array]] = [{} for _ in range(num_devices)]
+    for index, array in arrays.items():
+        for own, shard in zip(blocks, array.addressable_shards, strict=True):
+            own[index] = shard.data
+    return blocks
 
 
 class Answered:
@@ -149,6 +155,7 @@ class Exchange:
         self._window = resolve_window(plan.config.max_in_flight, self.devices[0].platform)
         self._is_wide = any(bucket.dtype in ("float64", "complex128") for bucket in plan.buckets)
         self.index_of = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
+        self.dtypes = [jnp.dtype(leaf.dtype) if leaf.is_synced else None for leaf in plan.leaves]
         self.explainer = Explainer(
             devices=tuple(str(device) for device in self.devices),
             paths=tuple(leaf.path for leaf in plan.leaves),
