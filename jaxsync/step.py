@@ -117,7 +117,8 @@ class TrainStep:
         make = jax.jit(self._make_state, out_shardings=self._state_shardings(placed))
         state: TrainState = make(placed)
         # Until the copies are made JAX reads the caller's NumPy arrays, which may change once this returns.
-        return jax.block_until_ready(state)
+        jax.block_until_ready(state)
+        return state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and metrics: see `make_train_step`.
