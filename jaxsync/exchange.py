@@ -72,15 +72,19 @@ class StepResult:
         self._blocks: list[dict[int, jax.Array]] = []
 
     def of(self, device: int) -> Any:
-        """The registered tree on one device, None for leaves that took no part. Once for each device."""
+        """The registered tree on one device, None for leaves that took no part."""
         with self._lock:
             if self._arrays is not None:
                 self._blocks = _split(self._arrays, self._plan.mesh.size)
                 self._arrays = None
-            own, self._blocks[device] = self._blocks[device], {}  # nobody else keeps them alive
+            own = self._blocks[device]
         return jax.tree.unflatten(
             self._plan.treedef, [own.get(index) for index in range(len(self._plan.leaves))]
         )
+
+    def drop(self, device: int) -> None:
+        """Keeps the blocks of that device alive no longer."""
+        self._blocks[device] = {}
 
 
 def _split(arrays: Mapping[int, jax.Array], num_devices: int) -> list[dict[int, jax.Array]]:
@@ -100,12 +104,18 @@ class Answered:
         self._result: StepResult | None = result
         self._device = device
         self._tree: Any = None
+        self._is_taken = False
 
     def __call__(self) -> Any:
         """The tree of synced gradients."""
+        # In this order, so that an interrupt between two lines loses nothing.
         with self._lock:
+            if not self._is_taken and self._result is not None:
+                self._tree = self._result.of(self._device)
+                self._is_taken = True
             if self._result is not None:
-                self._tree, self._result = self._result.of(self._device), None
+                self._result.drop(self._device)
+                self._result = None
             return self._tree
 
 
