@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -503,22 +502,9 @@ def _differences(entry: Any, value: Any, shape: tuple[int, ...]) -> list[str]:
     found = []
     if tuple(value.shape) != shape:
         found.append(f"has shape {tuple(value.shape)}; wanted {shape}")
-    if not _is_dtype(value.dtype, entry.dtype):
+    if str(value.dtype) != entry.dtype:
         found.append(f"has dtype {value.dtype}; wanted {entry.dtype}")
     return found
-
-
-def _is_dtype(dtype: Any, name: str) -> bool:
-    # By object: to make the name of a NumPy dtype takes longer than all other checks of a gradient together.
-    return bool(dtype == _named_dtype(name))
-
-
-@functools.lru_cache(maxsize=64)
-def _named_dtype(name: str) -> Any:
-    try:
-        return jax.numpy.dtype(name)
-    except TypeError:  # a key's; it is compared by its own name
-        return name
 
 
 def _fits(value: Any, shape: tuple[int, ...], dtype: Any, place: jax.Device) -> bool:
