@@ -13,7 +13,8 @@ from jaxsync.ingraph.norm import global_norm
 from jaxsync.ingraph.transform import clip_by_global_norm, synchronize
 from jaxsync.mesh import make_mesh
 from jaxsync.plan import SyncPlan, make_plan
-from jaxsync.step import TrainState, TrainStep, make_train_step
+from jaxsync.step import TrainStep, make_train_step
+from jaxsync.train_state import TrainState
 
 __version__ = "0.1.0"
 

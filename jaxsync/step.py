@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsync.errors import ArgumentError, LossError, MeshError, TreeMismatchError
@@ -20,6 +19,7 @@ from jaxsync.host.launcher import (
     resolve_window,
 )
 from jaxsync.ingraph.axes import declared_synced
+from jaxsync.ingraph.elementwise import is_alike
 from jaxsync.ingraph.grads import (
     Local,
     LossFn,
@@ -30,6 +30,7 @@ from jaxsync.ingraph.grads import (
     sync_local,
 )
 from jaxsync.ingraph.match import match_tree
+from jaxsync.ingraph.packed import Layout, Packed, make_layout
 from jaxsync.mesh import format_mesh
 from jaxsync.placement import (
     batch_spec,
@@ -39,6 +40,11 @@ from jaxsync.placement import (
     place_leaves,
 )
 from jaxsync.plan import SyncPlan
+from jaxsync.train_state import TrainState, strong_copy
+
+# LLVM's level 3, which XLA asks for by default, takes up to three times as long to compile the many small
+# kernels of a step as level 2, for code that was not measurably faster (docs/design/0009).
+_CPU_OPTIONS: dict[str, bool | str | int] = {"xla_backend_optimization_level": 2}
 
 
 class Optimizer(Protocol):
@@ -49,22 +55,6 @@ class Optimizer(Protocol):
 
     def update(self, updates: Any, state: Any, params: Any = None, /) -> tuple[Any, Any]:
         """Gradients -> updates to add to the parameters, and the next state."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainState:
-    """What a step needs and returns: a plain pytree.
-
-    Attributes:
-        step: int32 scalar, how many batches were seen.
-        params: The parameters, placed on the plan's mesh.
-        opt_state: The optimizer's state; what is shaped like a parameter is sharded like it.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
 
 
 class TrainStep:
@@ -98,7 +88,6 @@ class TrainStep:
             for ndim, spec in ((0, PartitionSpec()), (1, plan.batch_spec))
         }
         self._window = resolve_window(plan.config.max_in_flight, self._mesh.devices.flat[0].platform)
-        self._chosen = [index for index, leaf in enumerate(plan.leaves) if leaf.is_synced]
         self._compiled = self._make_pmap() if self._is_pmap else self._make_jit()
 
     def init(self, params: Any) -> TrainState:
@@ -113,7 +102,7 @@ class TrainStep:
         """
         leaves, _ = match_tree(params, self.plan, "params")
         check_replicas_equal(params)
-        placed = place_leaves(leaves, self.plan)
+        placed = jax.tree.unflatten(self.plan.treedef, place_leaves(leaves, self.plan))
         make = jax.jit(self._make_state, out_shardings=self._state_shardings(placed))
         state: TrainState = make(placed)
         # Until the copies are made JAX reads the caller's NumPy arrays, which may change once this returns.
@@ -131,57 +120,81 @@ class TrainStep:
         rows = jax.tree.leaves(batch)
         if any(isinstance(x, jax.core.Tracer) for x in (state.step, *rows)):
             # Part of another program, such as a scan over steps.
-            return cast("tuple[TrainState, dict[str, Any]]", self._compiled(state, batch))
+            inner = self._compiled if self._is_pmap else self._step
+            return inner(state, batch)
         check_not_deleted([*jax.tree.leaves(state), *rows], {"state": state, "batch": batch})
         if self._donate:
             check_not_aliased("state", state, rows)
         batch = self._place_batch(batch)
-        result: tuple[TrainState, dict[str, Any]] = process_launcher().launch(
-            lambda: self._compiled(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
+        return process_launcher().launch(
+            lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
         )
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        try:
+            result: tuple[TrainState, dict[str, Any]] = self._compiled(state, batch)
+        except ValueError:
+            if not isinstance(jnp.zeros(()), jax.core.Tracer):
+                raise
+            # Called with concrete arguments while another program is traced. JAX refuses compiler options
+            # there, and has no public way to ask beforehand that costs as little.
+            return self._step(state, batch)
         return result
 
     def lower(self, state: TrainState, batch: Any) -> Any:
         """The lowered program for these arguments, as `jax.jit(...).lower` gives it."""
         return self._compiled.lower(state, self._place_batch(batch))
 
-    def _make_state(self, leaves: Sequence[Any]) -> TrainState:
-        # A copy is an operation of the program, so its result is a buffer of its own; the conversion
-        # drops weak types, which would compile the second step anew.
-        own = [_strong_copy(x) for x in leaves]
-        opt_state = self._tx.init(self._trainable(own))
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        """How parameters are kept: fused, if the optimizer gives the same numbers for that."""
+        fused = make_layout(self.plan)
+        return fused if fused.is_fused and is_alike(self._tx, fused) else make_layout(self.plan, fuse=False)
+
+    def _trained(self, packed: Packed) -> Any:
+        """What the optimizer sees: the packed parameters if any are fused, else the tree.
+
+        With None for what is not trained, which optimizers take for absent.
+        """
+        trained = packed.without_rest()
+        return trained if self._layout.is_fused else trained.tree()
+
+    def _make_state(self, params: Any) -> TrainState:
+        # A copy is an operation of the program, so its result is a buffer of its own.
+        packed = self._layout.pack(jax.tree.map(strong_copy, params))
+        opt_state = self._tx.init(self._trained(packed))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=jax.tree.unflatten(self.plan.treedef, own),
-            opt_state=jax.tree.map(_strong_copy, opt_state),
+            packed_params=packed,
+            packed_opt_state=jax.tree.map(strong_copy, opt_state),
         )
 
-    def _trainable(self, leaves: Sequence[Any]) -> Any:
-        """The tree with None for what is not trained, which optimizers take for absent."""
-        chosen = set(self._chosen)
-        values = [value if index in chosen else None for index, value in enumerate(leaves)]
-        return jax.tree.unflatten(self.plan.treedef, values)
+    def _state_shardings(self, params: Any) -> TrainState:
+        """The state with a sharding in place of each array."""
+        shapes: TrainState = jax.eval_shape(self._make_state, params)
+        trained = jax.tree_util.tree_leaves_with_path(self._trained(shapes.packed_params))
+        specs = jax.tree.leaves(self._trained(self._layout.specs))
+        like = {path: (x.shape, spec) for (path, x), spec in zip(trained, specs, strict=True)}
 
-    def _state_shardings(self, leaves: Sequence[Any]) -> Any:
-        shapes = jax.eval_shape(self._make_state, leaves)
-        params = {
-            path: leaf
-            for (path, _), leaf in zip(
-                jax.tree_util.tree_leaves_with_path(shapes.params), self.plan.leaves, strict=True
-            )
-        }
-
-        def spec(path: tuple[Any, ...], array: Any) -> NamedSharding:
+        def place(path: tuple[Any, ...], array: Any) -> NamedSharding:
             # Optimizers keep trees like the parameters, so a leaf's path ends in its parameter's.
             ends = (path[start:] for start in range(len(path) + 1))
-            leaf = next((params[end] for end in ends if end in params), None)
-            own = leaf.spec if leaf is not None and leaf.shape == array.shape else PartitionSpec()
-            return NamedSharding(self._mesh, own)
+            shape, spec = next((like[end] for end in ends if end in like), (None, None))
+            return NamedSharding(self._mesh, spec if shape == array.shape and spec else PartitionSpec())
 
-        return jax.tree_util.tree_map_with_path(spec, shapes)
+        params = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._layout.specs)
+        opt_state = jax.tree_util.tree_map_with_path(place, shapes.packed_opt_state)
+        return TrainState.tree_unflatten(
+            None, (NamedSharding(self._mesh, PartitionSpec()), params, opt_state)
+        )
 
     def _make_jit(self) -> Any:
-        return jax.jit(self._step, donate_argnums=(0,) if self._donate else ())
+        is_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        return jax.jit(
+            self._step,
+            donate_argnums=(0,) if self._donate else (),
+            compiler_options=_CPU_OPTIONS if is_cpu else None,
+        )
 
     def _make_pmap(self) -> Any:
         return jax.pmap(
@@ -200,32 +213,31 @@ class TrainStep:
         moments) is right for sharded ones too.
         """
         check_batch(batch, self.plan.num_replicas * self._accumulate)
-        leaf_specs = [leaf.spec for leaf in self.plan.leaves]
+        specs = self._layout.specs
         batch_specs = jax.tree.map(lambda x: batch_spec(x, self.plan), batch)
-        everywhere = PartitionSpec()
         synced = jax.shard_map(
             self._sync,
             mesh=self._mesh,
-            in_specs=(leaf_specs, batch_specs),
-            out_specs=([leaf_specs[i] for i in self._chosen], everywhere),
-        )(self._param_leaves(state), batch)
+            in_specs=(specs, batch_specs),
+            out_specs=(specs.arrays, PartitionSpec()),
+        )(self._own_params(state), batch)
         return self._update(state, *synced)
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        return self._update(state, *self._sync(self._param_leaves(state), batch))
+        return self._update(state, *self._sync(self._own_params(state), batch))
 
-    def _param_leaves(self, state: TrainState) -> list[Any]:
-        """The parameters in plan order; not by position alone, or another model's would do."""
-        if jax.tree.structure(state.params) != self.plan.treedef:
+    def _own_params(self, state: TrainState) -> Packed:
+        """The parameters, if they are packed as this step packs; another model's must not do."""
+        if state.packed_params.layout != self._layout:
             match_tree(state.params, self.plan, "state.params")  # says which leaf differs, if one does
-            problem = "state.params has the paths of the plan in another kind of container"
+            problem = "state.params is not kept as this step keeps it: start from step.init(state.params)"
             raise TreeMismatchError(problems=(problem,))
-        return jax.tree.leaves(state.params)
+        return state.packed_params
 
-    def _sync(self, leaves: Sequence[Any], batch: Any) -> tuple[list[jax.Array], dict[str, Any]]:
-        """On one device: its rows -> synced gradients of the trained leaves, and metrics."""
+    def _sync(self, packed: Packed, batch: Any) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+        """On one device: its rows -> synced gradients, packed like the parameters, and metrics."""
         microbatches = self._split_batch(batch)
-        params = jax.tree.unflatten(self.plan.treedef, leaves)
+        params = packed.tree()
 
         def local_fn(microbatch: Any) -> tuple[Local, Any]:
             return local_gradients(
@@ -244,7 +256,7 @@ class TrainStep:
         metrics = {"loss": synced.loss, "finite": is_finite(synced, self.plan)}
         if self._has_aux:
             metrics["aux"] = jax.tree.unflatten(jax.tree.structure(aux), synced.means)
-        return [synced.leaves[i] for i in self._chosen], metrics
+        return synced.packed(self._layout), metrics
 
     def _split_batch(self, batch: Any) -> Any:
         k = self._accumulate
@@ -256,29 +268,27 @@ class TrainStep:
     def _update(
         self, state: TrainState, grads: Sequence[jax.Array], metrics: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
-        leaves = jax.tree.leaves(state.params)
-        full: list[Any] = [None] * len(leaves)
-        for index, grad in zip(self._chosen, grads, strict=True):
-            full[index] = grad
-        trainable = self._trainable(leaves)
+        old, opt_state = state.packed_params, state.packed_opt_state
+        trained = self._trained(old)
         with declared_synced():
-            updates, opt_state = self._tx.update(
-                jax.tree.unflatten(self.plan.treedef, full), state.opt_state, trainable
-            )
-        _check_updates(updates, trainable)
+            updates, opt_state = self._tx.update(self._trained(old.with_arrays(grads)), opt_state, trained)
+        _check_updates(updates, trained)
+        # In the order of the arrays: one by one, they are in the order of the tree.
         with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 parameter is fine
-            for index, update in zip(self._chosen, jax.tree.leaves(updates), strict=True):
-                leaves[index] = (leaves[index] + update).astype(leaves[index].dtype)
-        params = jax.tree.unflatten(self.plan.treedef, leaves)
+            arrays = [
+                (array + update).astype(array.dtype)
+                for array, update in zip(old.arrays, jax.tree.leaves(updates), strict=True)
+            ]
+        new = old.with_arrays(arrays)
         if self._skip_nonfinite:
             # A select, not a branch: no collective may stand under a flag, and this one is the same on
             # every device in any case.
-            params, opt_state = jax.tree.map(
+            new, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(metrics["finite"], _sharded_like(new, old), old),
-                (params, opt_state),
-                (state.params, state.opt_state),
+                (new, opt_state),
+                (old, state.packed_opt_state),
             )
-        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+        return TrainState(step=state.step + 1, packed_params=new, packed_opt_state=opt_state), metrics
 
     def _place_batch(self, batch: Any) -> Any:
         leaves, treedef = jax.tree.flatten(batch)
@@ -325,10 +335,6 @@ def _sharded_like(new: Any, old: Any) -> Any:
     if wanted.mesh.are_all_axes_auto or wanted.mesh.empty or jax.typeof(new).sharding == wanted:
         return new
     return jax.sharding.reshard(new, wanted)
-
-
-def _strong_copy(x: Any) -> jax.Array:
-    return jnp.copy(lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x)
 
 
 def _check_aux(aux: Any) -> None:

@@ -23,6 +23,7 @@ from jaxsync.ingraph.axes import (
     make_varying,
 )
 from jaxsync.ingraph.match import match_tree
+from jaxsync.ingraph.packed import Layout, join
 from jaxsync.plan import SyncPlan
 
 LossFn = Callable[..., Any]
@@ -160,15 +161,32 @@ class Synced:
 
     Attributes:
         loss: The loss, reduced as the gradients are.
-        leaves: The gradients in plan order.
-        arrays: The same gradients as they travelled, one array a cargo.
+        manifest: What each array carries.
+        arrays: The gradients as they travelled, one array a cargo.
+        passed: What stands for the leaves that pass through, in plan order.
         means: The mean over rows of each extra value that rode along.
     """
 
     loss: jax.Array
-    leaves: list[Any]
+    manifest: tuple[reduce.Cargo, ...]
     arrays: list[jax.Array]
+    passed: list[Any]
     means: list[jax.Array]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The gradients in plan order."""
+        return reduce.unpack(self.manifest, self.arrays, self.passed)
+
+    def packed(self, layout: Layout) -> tuple[Any, ...]:
+        """The gradients as the arrays of a layout: as they travelled, where that is the same."""
+        arrays = {cargo.leaves: array for cargo, array in zip(self.manifest, self.arrays, strict=True)}
+        if all(slot in arrays for slot in layout.slots):
+            return tuple(arrays[slot] for slot in layout.slots)
+        leaves = self.leaves
+        return tuple(
+            arrays[slot] if slot in arrays else join([leaves[i] for i in slot]) for slot in layout.slots
+        )
 
 
 def local_gradients(
@@ -334,8 +352,9 @@ def sync_local(local: Local, plan: SyncPlan, extras: Sequence[jax.Array] = ()) -
         offset += size
     return Synced(
         loss=rider[0] / divisor,
-        leaves=reduce.unpack(local.manifest, arrays, local.passed),
+        manifest=local.manifest,
         arrays=arrays,
+        passed=local.passed,
         means=means,
     )
 

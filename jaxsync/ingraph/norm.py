@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxsync.errors import UnboundAxisError
 from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import check_reduced, is_bound
 from jaxsync.ingraph.match import match_tree
+from jaxsync.ingraph.packed import is_packed
 from jaxsync.plan import SyncPlan
 
 
@@ -42,25 +42,32 @@ def global_norm(grads: Any, plan: SyncPlan) -> jax.Array:
     >>> float(jaxsync.global_norm(grads, plan))
     5.0
     """
-    leaves, _ = match_tree(grads, plan, "grads")
-    check_reduced(plan.leaves, leaves, "global_norm")
     has_64_bit = any(leaf.dtype in ("float64", "complex128") for leaf in plan.leaves if leaf.is_synced)
     dtype = jnp.float64 if has_64_bit else jnp.float32
     squares: dict[tuple[str, ...], list[jax.Array]] = {}
-    for cargo, array in zip(*_packed_wide(plan, leaves), strict=True):
-        axes = _shard_axes(plan, cargo.leaves[0], cargo.shapes[0])
-        squares.setdefault(axes, []).append(jnp.sum(jnp.real(array * jnp.conj(array))).astype(dtype))
+    for axes, array in _arrays(grads, plan):
+        wide = array.astype(wide_dtype(str(array.dtype)))  # the squares of float16 overflow at 256
+        squares.setdefault(axes, []).append(jnp.sum(jnp.real(wide * jnp.conj(wide))).astype(dtype))
     if not squares:
         return jnp.zeros((), jnp.float32)
     totals = [reduce.sum_over(sum(parts[1:], parts[0]), axes) for axes, parts in squares.items()]
     return jnp.sqrt(sum(totals[1:], totals[0]))
 
 
-def _packed_wide(plan: SyncPlan, leaves: Sequence[Any]) -> tuple[tuple[reduce.Cargo, ...], list[jax.Array]]:
-    """Packed gradients in at least 32-bit floats: the squares of float16 overflow at 256."""
+def _arrays(grads: Any, plan: SyncPlan) -> list[tuple[tuple[str, ...], jax.Array]]:
+    """Gradients in few arrays, each with the mesh axes it is a shard over."""
+    if is_packed(grads):  # by a train step, which has checked it; what is sharded is kept apart there
+        return [
+            (_shard_axes(plan, slot[0], array.shape) if len(slot) == 1 else (), array)
+            for slot, array in zip(grads.layout.slots, grads.arrays, strict=True)
+        ]
+    leaves, _ = match_tree(grads, plan, "grads")
+    check_reduced(plan.leaves, leaves, "global_norm")
     manifest = reduce.make_manifest(plan, leaves)
-    packed = reduce.pack(manifest, leaves)
-    return manifest, [x.astype(wide_dtype(str(x.dtype))) for x in packed]
+    return [
+        (_shard_axes(plan, cargo.leaves[0], cargo.shapes[0]), array)
+        for cargo, array in zip(manifest, reduce.pack(manifest, leaves), strict=True)
+    ]
 
 
 def _shard_axes(plan: SyncPlan, index: int, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -77,6 +84,8 @@ def clip(grads: Any, max_norm: float, plan: SyncPlan) -> Any:
     """Synced gradients scaled down together so that their global norm is at most `max_norm`."""
     norm = global_norm(grads, plan)
     factor = jnp.where(norm > max_norm, max_norm / norm, jnp.ones((), norm.dtype))
+    if is_packed(grads):
+        return grads.with_arrays([_scale(array, factor) for array in grads.arrays])
     leaves, rebuild = match_tree(grads, plan, "grads")
     return rebuild(
         [

@@ -6,7 +6,6 @@ the finite check) is done on buckets, so that it costs an operation a bucket and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsync.buckets import Bucket
+from jaxsync.ingraph.packed import join, split
 from jaxsync.plan import SyncPlan
 
 
@@ -60,10 +60,7 @@ def pack(manifest: Sequence[Cargo], leaves: Sequence[jax.Array]) -> list[jax.Arr
 
 
 def _pack_one(cargo: Cargo, leaves: Sequence[jax.Array]) -> jax.Array:
-    if len(cargo.leaves) == 1:
-        packed = leaves[cargo.leaves[0]].astype(cargo.bucket.dtype)
-    else:
-        packed = jnp.concatenate([leaves[i].ravel() for i in cargo.leaves]).astype(cargo.bucket.dtype)
+    packed: jax.Array = join([leaves[i] for i in cargo.leaves]).astype(cargo.bucket.dtype)
     if jnp.issubdtype(packed.dtype, jnp.complexfloating):
         # XLA ends the process when it simplifies the all-reduce of a complex constant, such as the zero
         # gradient of a parameter that the loss does not use (jaxlib 0.10.2 and 0.12.0). It cannot see through
@@ -78,14 +75,8 @@ def unpack(
     """`leaves` with every packed leaf replaced; what no cargo carries stays as it is."""
     result = list(leaves)
     for cargo, array in zip(manifest, packed, strict=True):
-        if len(cargo.leaves) == 1:
-            result[cargo.leaves[0]] = array
-            continue
-        offset = 0
-        for i, shape in zip(cargo.leaves, cargo.shapes, strict=True):
-            size = math.prod(shape)
-            result[i] = lax.slice(array, (offset,), (offset + size,)).reshape(shape)
-            offset += size
+        for i, leaf in zip(cargo.leaves, split(array, cargo.shapes), strict=True):
+            result[i] = leaf
     return result
 
 

@@ -19,7 +19,8 @@ from jaxsync.ingraph.grads import value_and_grad
 from jaxsync.mesh import make_mesh
 from jaxsync.placement import concrete_mesh
 from jaxsync.plan import SyncPlan, make_plan
-from jaxsync.step import Optimizer, TrainState, TrainStep, make_train_step
+from jaxsync.step import Optimizer, TrainStep, make_train_step
+from jaxsync.train_state import TrainState
 from jaxsync.workloads.charlm import Charlm, CharlmModel
 from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, ModelConfig, TrainConfig

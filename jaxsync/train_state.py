@@ -1,0 +1,160 @@
+"""TrainState: parameters and optimizer state, kept as the step wants them and shown as the user made them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Sharding
+from jax.tree_util import GetAttrKey
+
+from jaxsync.errors import TreeMismatchError
+from jaxsync.host.launcher import check_not_deleted
+from jaxsync.ingraph.packed import Packed, is_packed, split, unpack_all
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """What a step needs and returns: a plain pytree, in which small leaves are kept together in flat arrays.
+
+    Attributes:
+        step: int32 scalar, how many batches were seen.
+        packed_params: The parameters as the step keeps them.
+        packed_opt_state: The optimizer's state, with what is shaped like the parameters packed like them.
+    """
+
+    step: jax.Array
+    packed_params: Packed
+    packed_opt_state: Any
+
+    @property
+    def params(self) -> Any:
+        """The parameters, placed on the plan's mesh.
+
+        Leaves that are kept together are taken out anew at each look: keep the result, rather than look
+        twice.
+
+        Raises:
+            DeletedArrayError: The state was donated to a step.
+        """
+        return _show("state.params", self.packed_params)
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state, in the structure of `tx.init(params)` and sharded as the parameters are.
+
+        Raises:
+            DeletedArrayError: The state was donated to a step.
+        """
+        return _show("state.opt_state", self.packed_opt_state)
+
+    def replace(self, *, params: Any = None, opt_state: Any = None) -> TrainState:
+        """The same state with other parameters or another optimizer state, copied to where the old ones are.
+
+        Raises:
+            TreeMismatchError: A new tree has another structure, or a leaf another shape or dtype.
+            DeletedArrayError: The state was donated to a step.
+        """
+        old = {"params": self.packed_params, "opt_state": self.packed_opt_state}
+        check_not_deleted(jax.tree.leaves(old), {"state": self})
+        new = {
+            name: old[name] if tree is None else _repack(f"state.{name}", old[name], tree)
+            for name, tree in (("params", params), ("opt_state", opt_state))
+        }
+        return TrainState(step=self.step, packed_params=new["params"], packed_opt_state=new["opt_state"])
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """For JAX. Paths are those of the user's trees."""
+        names = (GetAttrKey("step"), GetAttrKey("params"), GetAttrKey("opt_state"))
+        return tuple(zip(names, self.tree_flatten()[0], strict=True)), None
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """For JAX."""
+        return (self.step, self.packed_params, self.packed_opt_state), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> TrainState:
+        """For JAX."""
+        step, params, opt_state = children
+        return cls(step=step, packed_params=params, packed_opt_state=opt_state)
+
+
+def strong_copy(x: Any) -> jax.Array:
+    """A copy of its own inside a program, without the weak type, which would compile the second step anew."""
+    return jnp.copy(lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x)
+
+
+def _show(name: str, tree: Any) -> Any:
+    fused: list[tuple[Any, tuple[tuple[int, ...], ...]]] = []
+
+    def note(array: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+        if len(shapes) > 1:
+            fused.append((array, tuple(shapes)))
+        return [array] * len(shapes)
+
+    noted = unpack_all(tree, note)
+    arrays = [array for array, _ in fused]
+    if not fused:
+        return noted
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
+        return unpack_all(tree)
+    check_not_deleted(arrays, {name: tree})
+    # Only what is kept together goes through a program; all else is shown as it is, without a copy.
+    program = _splitter(tuple(shapes for _, shapes in fused), tuple(array.sharding for array in arrays))
+    parts = iter(program(arrays))
+    return unpack_all(tree, lambda array, shapes: next(parts) if len(shapes) > 1 else [array])
+
+
+@functools.lru_cache(maxsize=64)
+def _splitter(
+    shapes: tuple[tuple[tuple[int, ...], ...], ...], shardings: tuple[Sharding, ...]
+) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
+    """A program that takes leaves of these shapes out of each of several arrays."""
+    places = [[sharding] * len(own) for own, sharding in zip(shapes, shardings, strict=True)]
+    return jax.jit(
+        lambda arrays: [split(array, own) for array, own in zip(arrays, shapes, strict=True)],
+        out_shardings=places,
+    )
+
+
+def _repack(name: str, old: Any, new: Any) -> Any:
+    outer: Any = jax.tree.structure(old, is_leaf=is_packed)
+    wanted = jax.tree.leaves(old, is_leaf=is_packed)
+
+    def pack(pieces: Sequence[Any]) -> Any:
+        packed = [
+            was.layout.pack(jax.tree.map(strong_copy, piece)) if is_packed(was) else strong_copy(piece)
+            for was, piece in zip(wanted, pieces, strict=True)
+        ]
+        return jax.tree.unflatten(outer, packed)
+
+    _check_same_leaves(name, old, new)
+    program = jax.jit(pack, out_shardings=jax.tree.map(lambda x: x.sharding, old))
+    result = program(outer.flatten_up_to(new))
+    jax.block_until_ready(result)  # until then JAX may read the caller's NumPy arrays
+    return result
+
+
+def _check_same_leaves(name: str, old: Any, new: Any) -> None:
+    have, want = (
+        {
+            jax.tree_util.keystr(path): (tuple(jnp.shape(x)), str(jnp.result_type(x)))
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (new, jax.eval_shape(unpack_all, old))
+    )
+    problems = [f"{name}{path} is missing" for path in want if path not in have]
+    problems += [f"{name}{path} is not in the state" for path in have if path not in want]
+    problems += [
+        f"{name}{path} has {have[path][1]}{list(have[path][0])}; the state has {dtype}{list(shape)}"
+        for path, (shape, dtype) in want.items()
+        if path in have and have[path] != (shape, dtype)
+    ]
+    if problems:
+        raise TreeMismatchError(problems=tuple(problems))

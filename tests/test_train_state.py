@@ -1,0 +1,131 @@
+"""TrainState: kept packed, shown as the user's trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxsync
+from jaxsync.errors import DeletedArrayError, TreeMismatchError
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+PARAMS = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b": np.ones(3, np.float32),
+    "big": np.zeros((200, 200), np.float32),
+    "n": np.int32(4),
+}
+
+
+def loss_fn(params: Any, x: Any) -> jax.Array:
+    return jnp.mean(x @ params["w"] + params["b"]) + params["big"].sum() * jnp.float32(1e-3)
+
+
+def make_step(**options: Any) -> jaxsync.TrainStep:
+    plan = jaxsync.make_plan(PARAMS, jaxsync.make_mesh({"data": 8}))
+    return jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan, **options)
+
+
+X = np.ones((16, 2), np.float32)
+
+
+def test_small_leaves_are_kept_in_one_array_and_shown_as_they_were() -> None:
+    state = make_step().init(PARAMS)
+    assert [x.shape for x in state.packed_params.arrays] == [(9,), (200, 200)]
+    assert len(jax.tree.leaves(state)) == 1 + 3 + 1 + 2 + 2
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(state.params), jax.tree.leaves(PARAMS), strict=True
+    ):
+        np.testing.assert_array_equal(got, want, err_msg=str(path))
+        assert got.sharding.spec == P()
+        assert len(got.sharding.device_set) == 8
+    wanted = optax.adam(1e-2).init({**PARAMS, "n": None})
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(wanted)
+    assert state.opt_state[0].mu["w"].shape == (2, 3)
+
+
+def test_looking_at_parameters_compiles_once_and_copies_nothing_large() -> None:
+    step = make_step(donate=False)
+    state = step.init(PARAMS)
+    _ = state.params
+    before = len(jax.live_arrays())
+    shown = state.params
+    assert len(jax.live_arrays()) == before + 2  # w and b; the large leaf and the int are the state's own
+    assert shown["n"] is state.packed_params.rest[0]
+    assert shown["big"] is state.packed_params.arrays[1]
+
+
+def test_what_was_shown_outlives_the_state_where_it_is_a_copy() -> None:
+    step = make_step()
+    state = step.init(PARAMS)
+    shown = state.params
+    step(state, X)
+    np.testing.assert_array_equal(shown["w"], PARAMS["w"])
+    assert shown["big"].is_deleted()  # the large leaf is the state's own, and was donated with it
+    with pytest.raises(DeletedArrayError, match=r"state.params\['b'\]|state.params"):
+        _ = state.params
+    with pytest.raises(DeletedArrayError):
+        state.replace(params=PARAMS)
+
+
+def test_replaced_parameters_are_copies_in_the_place_of_the_old() -> None:
+    step = make_step()
+    state = step.init(PARAMS)
+    state, _ = step(state, X)
+    mine = {**PARAMS, "w": PARAMS["w"] + 1}
+    count = int(state.opt_state[0].count)
+    new = state.replace(params=mine)
+    mine["w"][:] = 99
+    np.testing.assert_array_equal(new.params["w"], PARAMS["w"] + 1)
+    assert int(new.opt_state[0].count) == count == 1
+    assert [x.sharding for x in jax.tree.leaves(new)] == [x.sharding for x in jax.tree.leaves(state)]
+    cleared = new.replace(opt_state=jax.tree.map(np.zeros_like, jax.device_get(new.opt_state)))
+    assert float(jnp.abs(cleared.opt_state[0].mu["w"]).sum()) == 0
+    step(cleared, X)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (
+            {**PARAMS, "b": np.ones(4, np.float32)},
+            "state.params['b'] has float32[4]; the state has float32[3]",
+        ),
+        (
+            {**PARAMS, "b": np.ones(3, np.float16)},
+            "state.params['b'] has float16[3]; the state has float32[3]",
+        ),
+        ({**PARAMS, "extra": np.ones(3, np.float32)}, "state.params['extra'] is not in the state"),
+        ({key: PARAMS[key] for key in ("w", "big", "n")}, "state.params['b'] is missing"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(params: Any, problem: str) -> None:
+    state = make_step().init(PARAMS)
+    with pytest.raises(TreeMismatchError) as caught:
+        state.replace(params=params)
+    assert caught.value.problems == (problem,)
+
+
+def test_a_state_of_another_layout_is_refused() -> None:
+    plan = jaxsync.make_plan(
+        PARAMS, jaxsync.make_mesh({"data": 8}), config=jaxsync.SyncConfig(fuse_max_bytes=0)
+    )
+    other = jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan).init(PARAMS)
+    with pytest.raises(TreeMismatchError, match=r"start from step.init\(state.params\)"):
+        make_step()(other, X)
+
+
+def test_parameters_can_be_shown_inside_a_program_and_on_the_host() -> None:
+    state = make_step().init(PARAMS)
+    total = jax.jit(lambda state: state.params["w"].sum() + state.opt_state[0].nu["b"].sum())(state)
+    assert float(total) == 15
+    host = jax.device_get(state)
+    np.testing.assert_array_equal(host.params["w"], PARAMS["w"])
+    assert type(host.params["w"]) is np.ndarray
