@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jaxsync
-from jaxsync.cli import format_result, main
+from jaxsync import SyncConfig
+from jaxsync.cli import format_result, format_tune_result, main
+from jaxsync.workloads.subject import importing_from, load_subject
 from jaxsync.workloads.train import TrainResult
+from jaxsync.workloads.tune import Measurement, TuneResult, make_candidates, tune_file
+from jaxsync.workloads.verdict import Interval
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -204,12 +213,20 @@ def test_json_needs_no_progress_bar() -> None:
 
 
 def test_an_interrupt_ends_a_run_with_one_line_and_exit_code_130() -> None:
-    # A terminal of its own for stderr, so that the bar shows when training is under way. The handler is set
-    # here because a process started in the background inherits one that ignores the signal.
+    args = ["train", DIGITS, "--set", "train.steps=1000000000"]
+    seen, stdout, code = _interrupt(args, mark=b"20/1000000000")
+    assert (stdout, code) == ("", 130)
+    assert seen.endswith(b"jaxsync: interrupted\r\n")
+    assert b"Traceback" not in seen
+
+
+def _interrupt(args: list[str], mark: bytes) -> tuple[bytes, str, int]:
+    """Runs the command until stderr shows `mark`, and interrupts it: stderr, stdout and the exit code."""
+    # A terminal of its own for stderr, so that the bar shows when it is under way. The handler is set here
+    # because a process started in the background inherits one that ignores the signal.
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from jaxsync.cli import main; "
-        f"sys.exit(main(['train', {DIGITS!r}, '--set', 'train.steps=1000000000']))"
+        f"from jaxsync.cli import main; sys.exit(main({args!r}))"
     )
     terminal, stderr = os.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
@@ -218,17 +235,15 @@ def test_an_interrupt_ends_a_run_with_one_line_and_exit_code_130() -> None:
     ) as child:
         os.close(stderr)
         try:
-            seen = _read_until(terminal, b"20/1000000000")
+            seen = _read_until(terminal, mark)
             child.send_signal(signal.SIGINT)
             seen += _read_until(terminal, None)
-            assert child.wait(timeout=60) == 130
+            returncode = child.wait(timeout=60)
             assert child.stdout is not None
-            assert child.stdout.read() == ""
+            return seen, child.stdout.read(), returncode
         finally:
             child.kill()
             os.close(terminal)
-    assert seen.endswith(b"jaxsync: interrupted\r\n")
-    assert b"Traceback" not in seen
 
 
 def _read_until(terminal: int, mark: bytes | None) -> bytes:
@@ -246,15 +261,190 @@ def _read_until(terminal: int, mark: bytes | None) -> bytes:
     return seen
 
 
+OWN_MODULE = """
+import jax.numpy as jnp, numpy as np
+
+print("loading")
+
+def make():
+    params = {f"w{i:02}": np.ones(3, np.float32) for i in range(20)}
+
+    def loss_fn(params, batch):
+        print("tracing")
+        return jnp.mean((batch @ sum(params.values())) ** 2) * 1e-3
+
+    return loss_fn, params, np.ones((8, 3), np.float32)
+"""
+OWN_CONFIG = """
+[mesh]
+data = 8
+[sync]
+max_in_flight = 4
+[tune]
+module = "tune_printing_model:make"
+"""
+
+
+@pytest.fixture
+def own_config(tmp_path: Path) -> str:
+    sys.modules.pop("tune_printing_model", None)  # that of another test, in another folder
+    (tmp_path / "tune_printing_model.py").write_text(OWN_MODULE)
+    file = tmp_path / "tune.toml"
+    file.write_text(OWN_CONFIG)
+    return str(file)
+
+
+def test_tune_prints_nothing_but_toml_on_stdout(own_config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", own_config, "--repeats", "10"]) == 0
+    out, err = capsys.readouterr()
+    assert list(tomllib.loads(out)) == ["sync"]
+    assert re.match(r"# jaxsync tune on 8 cpu devices, \d+ steps a round\n# candidate +buckets ", out)
+    assert re.search(r"^# .* is best: ", out, re.MULTILINE)
+    # What the user's own code prints is no TOML, and goes where the bar is.
+    assert "loading" in err
+    assert "tracing" in err
+    assert re.search(r"round \d+ of 10, \d candidates", err)
+
+
+def test_the_printed_toml_gives_the_plan_that_was_measured(own_config: str, tmp_path: Path) -> None:
+    result = tune_file(own_config, num_rounds=10)
+    with importing_from(tmp_path):
+        subject = load_subject(own_config)
+    candidates = make_candidates(subject)
+    assert len(candidates) == len(result.measurements) == 4
+    for index, candidate in enumerate(candidates):  # whichever the clock makes the best
+        file = tmp_path / "best.toml"
+        file.write_text(format_tune_result(dataclasses.replace(result, best=index)))
+        plan = jaxsync.make_plan(subject.params, subject.mesh, config=SyncConfig.from_toml(file))
+        assert plan == candidate.plan
+        assert len(plan.buckets) == result.measurements[index].num_buckets
+
+
+def test_tune_gives_one_json_object_and_no_bar() -> None:
+    # No rich is needed for it; and a job of one leaf each way has nothing to choose from.
+    code = (
+        "import sys; sys.modules['rich'] = None; from jaxsync.cli import main; "
+        f"sys.exit(main(['tune', {DIGITS!r}, '--set', 'model.hidden=[]', '--json', '--repeats', '10']))"
+    )
+    done = run_process("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert list(result) == [
+        "best",
+        "is_default_best",
+        "sync",
+        "num_devices",
+        "platform",
+        "steps_per_round",
+        "candidates",
+    ]
+    assert [each["label"] for each in result["candidates"]] == ["default", "fuse_max_bytes = 0"]
+    assert [each["num_buckets"] for each in result["candidates"]] == [1, 2]
+    default, other = result["candidates"]
+    assert (default["ratio"], default["ratio_low"], default["ratio_high"]) == (1, 1, 1)
+    assert other["changes"] == {"fuse_max_bytes": 0}
+    assert result["is_default_best"] is (result["best"] == "default")
+    best = default if result["is_default_best"] else other
+    assert SyncConfig(**result["sync"]) == SyncConfig(**best["changes"])
+
+
+def measurement(label: str, *, step_s: float, ratio: tuple[float, float, float], num_rounds: int = 20) -> Any:
+    low, median, high = ratio
+    changes = {} if label == "default" else {"bucket_max_leaves": int(label.split()[-1])}
+    return Measurement(
+        label=label,
+        changes=changes,
+        sync=SyncConfig(**changes),
+        num_buckets=3,
+        compile_s=1.25,
+        step_s=step_s,
+        num_rounds=num_rounds,
+        ratio=Interval(low=low, median=median, high=high),
+    )
+
+
+RESULT = TuneResult(
+    measurements=(
+        measurement("default", step_s=0.005, ratio=(1, 1, 1)),
+        measurement("bucket_max_leaves = 8", step_s=0.01, ratio=(-math.inf, 2, math.inf), num_rounds=5),
+        measurement("bucket_max_leaves = 64", step_s=0.004, ratio=(0.75, 0.801, 0.875)),
+    ),
+    best=2,
+    steps_per_round=9,
+    num_devices=8,
+    platform="cpu",
+)
+
+
+def test_the_report_of_tune_says_by_how_much_the_best_is_better() -> None:
+    assert format_tune_result(RESULT) == (
+        "# jaxsync tune on 8 cpu devices, 9 steps a round\n"
+        "# candidate               buckets      step  compile  rounds        ratio to default\n"
+        "# ----------------------  -------  --------  -------  ------  ----------------------\n"
+        "# default                       3   5.00 ms   1.25 s      20                       1\n"
+        "# bucket_max_leaves = 8         3  10.00 ms   1.25 s       5   2.000, clearly slower\n"
+        "# bucket_max_leaves = 64        3   4.00 ms   1.25 s      20  0.801 (0.750 to 0.875)\n"
+        "#\n"
+        "# bucket_max_leaves = 64 is best: a step takes 19.9 % less time (at least 12.5 %) than with "
+        "default,\n"
+        "# 4.00 ms and not 5.00 ms; it compiles in 1.25 s and not 1.25 s.\n"
+        + SyncConfig(bucket_max_leaves=64).to_toml().rstrip()
+    )
+
+
+def test_the_report_of_tune_says_that_the_default_is_best() -> None:
+    report = format_tune_result(dataclasses.replace(RESULT, best=0))
+    assert "\n# default is best: none takes 2.0 % less time beyond the noise.\n[sync]\n" in report
+    alone = dataclasses.replace(RESULT, best=0, measurements=RESULT.measurements[:1])
+    assert "\n# default is best: all candidates make the same buckets.\n[sync]\n" in format_tune_result(alone)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["no-such.toml"], ["no-such.toml", "cannot be read: No such file or directory"]),
+        ([DIGITS, "--repeats", "3"], ["in --repeats", "repeats = 3: wanted 10 or more"]),
+        ([DIGITS, "--set", "train.stesp=3"], ["unknown key 'train.stesp': the nearest is 'train.steps'"]),
+        (
+            [DIGITS, "--set", "tune.module=a:b"],
+            ["workload = 'digits' and a [tune] table: give one of the two"],
+        ),
+        ([DIGITS, "--set", "devices=4", "--set", "mesh.data=4"], ["Cannot simulate 4 CPU devices"]),
+    ],
+)
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])
+def test_what_cannot_be_tuned_gives_one_message_and_exit_code_2(
+    args: list[str], parts: list[str], form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *args, *form]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("jaxsync: ") == err.count("To fix it: ") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_an_interrupt_ends_tuning_with_one_line_and_exit_code_130() -> None:
+    args = ["tune", DIGITS, "--set", "model.hidden=[]", "--repeats", "1000000000"]
+    seen, stdout, code = _interrupt(args, mark=b"round 2 of")
+    assert (stdout, code) == ("", 130)
+    assert seen.endswith(b"jaxsync: interrupted\r\n")
+    assert b"Traceback" not in seen
+
+
 def test_no_command_prints_the_help_and_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: jaxsync")
     assert "train" in err
+    assert "tune" in err
 
 
-@pytest.mark.parametrize("args", [["train"], ["fly"], ["train", DIGITS, "--jsn=1"]])
+@pytest.mark.parametrize(
+    "args", [["train"], ["fly"], ["train", DIGITS, "--jsn=1"], ["tune", DIGITS, "--repeats", "few"]]
+)
 def test_arguments_that_make_no_sense_are_refused(
     args: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -120,11 +120,23 @@ class JobConfig:
             ConfigError: The file cannot be read, a key is unknown or has a wrong value, or the parts do not
                 fit together; names the file, each dotted key and the nearest key that exists.
         """
-        tables = load_toml(path)
-        for override in overrides:
-            _set(tables, override)
-        source = f"{path} with {', '.join(overrides)}" if overrides else str(path)
-        return _from_tables(tables, source)
+        return _from_tables(*load_tables(path, overrides))
+
+
+def load_tables(path: str | Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+    """The tables of a TOML file with the overrides in place, and what messages call them.
+
+    Args:
+        path: The file.
+        overrides: As for `JobConfig.from_toml`.
+
+    Raises:
+        ConfigError: The file cannot be read, or an override is no `key=value`.
+    """
+    tables = load_toml(path)
+    for override in overrides:
+        _set(tables, override)
+    return tables, f"{path} with {', '.join(overrides)}" if overrides else str(path)
 
 
 def _problems(job: JobConfig) -> Iterator[str]:
@@ -190,17 +202,12 @@ def _parse_value(text: str) -> Any:
 
 
 def _from_tables(tables: Mapping[str, Any], source: str) -> JobConfig:
-    if problems := _unknown_keys(tables):
-        raise ConfigError(source=source, problems=tuple(problems))
+    check_keys(tables, _Tables, _part_classes(tables.get("workload")), source)
     parts = from_table(_Tables, tables, source=source)
-    problems = [
-        f"mesh.{axis} = {size!r}: wanted int"
-        for axis, size in parts.mesh.items()
-        if isinstance(size, bool) or not isinstance(size, int)
-    ]
-    sync = _read(SyncConfig, "sync", parts.sync, problems)
-    train = _read(TrainConfig, "train", parts.train, problems)
-    model = _read(MODELS[parts.workload], "model", parts.model, problems)
+    problems = mesh_problems(parts.mesh)
+    sync = read_part(SyncConfig, "sync", parts.sync, problems)
+    train = read_part(TrainConfig, "train", parts.train, problems)
+    model = read_part(MODELS[parts.workload], "model", parts.model, problems)
     if sync is None or train is None or model is None or problems:
         raise ConfigError(source=source, problems=tuple(problems))
     try:
@@ -216,7 +223,20 @@ def _from_tables(tables: Mapping[str, Any], source: str) -> JobConfig:
         raise ConfigError(source=source, problems=error.problems) from None
 
 
-def _read(cls: type[T], name: str, table: Mapping[str, Any], problems: list[str]) -> T | None:
+def mesh_problems(mesh: Mapping[str, Any]) -> list[str]:
+    """One line for each size of a `[mesh]` table that is no int.
+
+    >>> mesh_problems({"data": 8, "model": "two"})
+    ["mesh.model = 'two': wanted int"]
+    """
+    return [
+        f"mesh.{axis} = {size!r}: wanted int"
+        for axis, size in mesh.items()
+        if isinstance(size, bool) or not isinstance(size, int)
+    ]
+
+
+def read_part(cls: type[T], name: str, table: Mapping[str, Any], problems: list[str]) -> T | None:
     """The dataclass from its table; or None, with its problems added under their dotted keys."""
     try:
         return from_table(cls, table, source=name)
@@ -225,28 +245,40 @@ def _read(cls: type[T], name: str, table: Mapping[str, Any], problems: list[str]
         return None
 
 
-def _unknown_keys(tables: Mapping[str, Any]) -> list[str]:
-    """One line for each unknown key of the whole file, so that a key in the wrong table finds its own."""
-    known = list(_known_keys(tables.get("workload")))
-    return [
+def check_keys(
+    tables: Mapping[str, Any], whole: type[Any], parts: Sequence[tuple[str, type[Any]]], source: str
+) -> None:
+    """Refuses unknown keys of a whole file, so that a key in the wrong table finds its own.
+
+    Args:
+        tables: The file.
+        whole: The dataclass of its top level.
+        parts: Name and dataclass of each table; a name may be there twice.
+        source: What the message calls the file.
+
+    Raises:
+        ConfigError: Names each unknown key and the nearest one that exists.
+    """
+    known = [f.name for f in dataclasses.fields(whole)]
+    known += [f"{table}.{f.name}" for table, cls in parts for f in dataclasses.fields(cls)]
+    problems = tuple(
         f"unknown key {key!r}: the nearest is {difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]!r}"
-        for key in _used_keys(tables)
+        for key in _used_keys(tables, {table for table, _ in parts})
         if key not in known
-    ]
+    )
+    if problems:
+        raise ConfigError(source=source, problems=problems)
 
 
-def _known_keys(workload: Any) -> Iterator[str]:
+def _part_classes(workload: Any) -> list[tuple[str, type[Any]]]:
     is_known = isinstance(workload, str) and workload in MODELS
     models = [MODELS[workload]] if is_known else list(MODELS.values())
-    classes: list[tuple[str, type[Any]]] = [("sync", SyncConfig), ("train", TrainConfig)]
-    yield from (f.name for f in dataclasses.fields(_Tables))
-    for table, cls in [*classes, *(("model", model) for model in models)]:
-        yield from (f"{table}.{f.name}" for f in dataclasses.fields(cls))
+    return [("sync", SyncConfig), ("train", TrainConfig), *(("model", model) for model in models)]
 
 
-def _used_keys(tables: Mapping[str, Any]) -> Iterator[str]:
+def _used_keys(tables: Mapping[str, Any], parts: Set[str]) -> Iterator[str]:
     for name, value in tables.items():
-        if name in ("sync", "train", "model") and isinstance(value, Mapping):
+        if name in parts and isinstance(value, Mapping):
             yield from (f"{name}.{key}" for key in value)
         else:
             yield name
