@@ -8,12 +8,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxsync.config import SyncConfig
@@ -22,10 +21,8 @@ from jaxsync.errors import (
     ClosedError,
     ForkedProcessError,
     NotRegisteredError,
-    RegistrationError,
     SetMismatchError,
     StartConflictError,
-    SubmissionError,
     TracedSubmissionError,
     UnknownNameError,
     WrongThreadError,
@@ -37,9 +34,9 @@ from jaxsync.host.recorder import Recorder
 from jaxsync.host.state import Setup, State, open_step
 from jaxsync.host.ticket import Ticket
 from jaxsync.mesh import format_mesh
-from jaxsync.params import Leaf
 from jaxsync.placement import check_replicas_equal, place_leaves
 from jaxsync.plan import SyncPlan, make_plan
+from jaxsync.submission import shapes
 
 _MAX_DEFERRED = 1000  # callbacks that wait: beyond it, defer waits for the oldest
 _CLOSE_S = 5.0
@@ -159,7 +156,8 @@ class SyncClient:
         """
         self._check("submit_gradient_sync", (name_or_tree, grad))
         index = self._index(device)
-        gradients = self._match(index, name_or_tree, grad)
+        self._registered_plan("submit_gradient_sync")
+        gradients = self._exchange.intake.gradients(index, name_or_tree, grad)
         mask = sum(1 << leaf for leaf in gradients)
 
         def commit(state: State) -> None:
@@ -264,7 +262,7 @@ class SyncClient:
         return "\n".join([*lines, self._recorder.format()])
 
     def statistics(self) -> Mapping[str, int]:
-        """Counts since the start: submissions, launches, bytes (on one device), steps, callbacks.
+        """Counts since the start: submissions, launched buckets, bytes (on one device), steps, callbacks.
 
         Threading: waits for nobody.
         """
@@ -334,17 +332,9 @@ class SyncClient:
     def _announce(self, params: Any, index: int) -> None:
         with self._adopting:
             if self._plan is None:  # of devices that come at once, one registers
-                self._adopt(make_plan(_shapes(params), self.mesh, config=self.config))
-        plan = self._registered_plan("register_sync_parameters")
-        known = self._exchange.index_of
-        mask, problems = 0, []
-        for path, leaf in _with_paths(params, ""):
-            entry = plan.leaves[known[path]] if path in known else None
-            if entry is None:
-                problems.append(f"{path} is not registered")
-            elif entry.is_synced:
-                mask |= 1 << known[path]
-                problems += [f"{path} {problem}" for problem in _differences(entry, leaf, entry.shape)]
+                self._adopt(make_plan(shapes(params), self.mesh, config=self.config))
+        self._registered_plan("register_sync_parameters")
+        mask, problems = self._exchange.intake.announced(params)
         if problems:
             name = self._exchange.explainer.devices[index]
             self._fail_mismatch(tuple(f"{name}: {problem}" for problem in problems))
@@ -379,40 +369,6 @@ class SyncClient:
             timeout_s=self.config.timeout_s,
             stall_s=self.config.stall_warning_s,
         )
-
-    def _match(self, index: int, name_or_tree: Any, grad: Any) -> dict[int, jax.Array]:
-        """The gradients of some leaves by plan index, each fit for this device."""
-        plan, place = self._registered_plan("submit_gradient_sync"), self._exchange.devices[index]
-        prefix, tree = (name_or_tree, grad) if isinstance(name_or_tree, str) else ("", name_or_tree)
-        found: dict[int, jax.Array] = {}
-        problems = []
-        for leaf, value in self._locate(prefix, tree):
-            entry = plan.leaves[leaf]
-            if not entry.is_synced:
-                continue
-            if not _fits(value, entry.local_shape, self._exchange.dtypes[leaf], place):
-                value, wrong = _mend(value, entry, place)
-                problems += [f"grads{entry.path} {problem}" for problem in wrong]
-            found[leaf] = value
-        if not found and not problems and not jax.tree.leaves(tree):
-            problems = [f"grads{prefix} holds no gradient"]
-        if problems:
-            raise SubmissionError(device=self._exchange.explainer.devices[index], problems=tuple(problems))
-        return found
-
-    def _locate(self, prefix: str, tree: Any) -> Iterable[tuple[int, Any]]:
-        """The plan index of each leaf of `tree`."""
-        plan, known = self._registered_plan("submit_gradient_sync"), self._exchange.index_of
-        flat, treedef = jax.tree.flatten(tree)
-        if not prefix and treedef == plan.treedef:
-            return enumerate(flat)
-        given = _with_paths(tree, prefix)
-        unknown = tuple(path for path, _ in given if path not in known)
-        if not given and not any(path.startswith(prefix) for path in known):
-            unknown = (prefix,)
-        if unknown:
-            raise UnknownNameError(kind="leaf", names=unknown, known=tuple(known))
-        return [(known[path], value) for path, value in given]
 
     def _post(
         self, message: Message, function: str, index: int, commit: Callable[[State], None] | None = None
@@ -453,7 +409,8 @@ class SyncClient:
         state = self._loop.state
         if state.is_closed:
             raise ClosedError(function=function)
-        if values is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)):
+        # A list, since a generator takes twice as long, and this runs for every gradient.
+        if values is not None and any([isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)]):  # noqa: C419
             raise TracedSubmissionError(function=function)
 
     def _check_fork(self, function: str) -> None:
@@ -482,57 +439,6 @@ def _shut_down_all() -> None:
     # may have been made before JAX was imported, and then runs too late.
     for client in list(_open):
         client._finalizer()
-
-
-def _with_paths(tree: Any, prefix: str) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(prefix + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _shapes(params: Any) -> Any:
-    wrong = [(p, type(x).__name__) for p, x in _with_paths(params, "") if not hasattr(x, "shape")]
-    if wrong:
-        raise RegistrationError(leaves=tuple(wrong))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-
-
-def _differences(entry: Any, value: Any, shape: tuple[int, ...]) -> list[str]:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        return [f"is a {type(value).__name__}, no array"]
-    found = []
-    if tuple(value.shape) != shape:
-        found.append(f"has shape {tuple(value.shape)}; wanted {shape}")
-    if str(value.dtype) != entry.dtype:
-        found.append(f"has dtype {value.dtype}; wanted {entry.dtype}")
-    return found
-
-
-def _fits(value: Any, shape: tuple[int, ...], dtype: Any, place: jax.Device) -> bool:
-    """Whether a gradient is right in all respects: the quick look, which nearly all of them pass."""
-    try:
-        is_alike = value.shape == shape and value.dtype == dtype
-        return bool(is_alike and value.device == place and not value.is_deleted())
-    except (AttributeError, RuntimeError):  # no array, NumPy's, or deleted
-        return False
-
-
-def _mend(value: Any, entry: Leaf, place: jax.Device) -> tuple[Any, list[str]]:
-    """A gradient that is not right in all respects as one that is, or what is wrong with it."""
-    wrong = _differences(entry, value, entry.local_shape)
-    if not wrong and isinstance(value, np.ndarray | np.generic):
-        # A copy, since device_put may share the memory, and the caller may write there.
-        return jax.device_put(np.array(value), place), []
-    return value, wrong or _misplaced(value, place)
-
-
-def _misplaced(value: Any, place: jax.Device) -> list[str]:
-    if not isinstance(value, jax.Array):
-        return [f"is a {type(value).__name__}, no array"]
-    if value.is_deleted():
-        return ["was deleted or donated"]
-    if value.devices() != {place}:
-        return [f"lives on {', '.join(sorted(map(str, value.devices())))}, not on {place}"]
-    return []
 
 
 _start_lock = threading.Lock()  # protects _started

@@ -12,15 +12,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxsync.crossing import assemble, sync_program, take_out
 from jaxsync.errors import CallbackError, ClosedError, JaxsyncError
 from jaxsync.host.explain import Explainer
 from jaxsync.host.launcher import process_launcher, resolve_window
@@ -40,82 +39,43 @@ from jaxsync.host.messages import (
 )
 from jaxsync.host.recorder import Recorder
 from jaxsync.host.ticket import Ticket, raising
-from jaxsync.ingraph.grads import reduce_leaves
 from jaxsync.placement import concrete_mesh
 from jaxsync.plan import SyncPlan
+from jaxsync.submission import Intake
 
 logger = logging.getLogger("jaxsync")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A launched bucket: its leaves by plan index -> reduced global arrays."""
+    """A launched program: its buckets, its leaves by plan index, and the reduced array of each."""
 
     step: int
-    bucket: int
-    outputs: Mapping[int, jax.Array]
+    buckets: tuple[int, ...]
+    leaves: tuple[int, ...]
+    outputs: list[jax.Array]
     launched_s: float
-
-
-class StepResult:
-    """The reduced gradients of a step, taken apart by device when the first ticket is looked at.
-
-    Threading: any thread may call `of`.
-    """
-
-    def __init__(self, plan: SyncPlan, arrays: Mapping[int, jax.Array]) -> None:
-        self._plan = plan
-        # Protects the look into arrays: JAX splits one into its blocks at the first look, and a second thread
-        # that looks meanwhile sees part of them (0.10.2).
-        self._lock = threading.Lock()
-        self._arrays: Mapping[int, jax.Array] | None = arrays  # both under the lock
-        self._blocks: list[dict[int, jax.Array]] = []
-
-    def of(self, device: int) -> Any:
-        """The registered tree on one device, None for leaves that took no part."""
-        with self._lock:
-            if self._arrays is not None:
-                self._blocks = _split(self._arrays, self._plan.mesh.size)
-                self._arrays = None
-            own = self._blocks[device]
-        return jax.tree.unflatten(
-            self._plan.treedef, [own.get(index) for index in range(len(self._plan.leaves))]
-        )
-
-    def drop(self, device: int) -> None:
-        """Keeps the blocks of that device alive no longer."""
-        self._blocks[device] = {}
-
-
-def _split(arrays: Mapping[int, jax.Array], num_devices: int) -> list[dict[int, jax.Array]]:
-    # All devices at once: each call of addressable_data lists all blocks of an array to take one.
-    blocks: list[dict[int, jax.Array]] = [{} for _ in range(num_devices)]
-    for index, array in arrays.items():
-        for own, shard in zip(blocks, array.addressable_shards, strict=True):
-            own[index] = shard.data
-    return blocks
 
 
 class Answered:
     """The answer to one ticket: its device's part of a step, kept for those who look again."""
 
-    def __init__(self, result: StepResult, device: int) -> None:
+    def __init__(self, plan: SyncPlan, blocks: dict[int, jax.Array]) -> None:
         self._lock = threading.Lock()  # two threads may wait for one ticket
-        self._result: StepResult | None = result
-        self._device = device
+        self._plan: SyncPlan | None = plan
+        self._blocks = blocks
         self._tree: Any = None
-        self._is_taken = False
 
     def __call__(self) -> Any:
-        """The tree of synced gradients."""
-        # In this order, so that an interrupt between two lines loses nothing.
+        """The registered tree of synced gradients, None for leaves that took no part."""
+        # Here and not on the loop's thread: the nodes of the tree may be classes of the user's. In this
+        # order, so that an interrupt between two lines loses nothing.
         with self._lock:
-            if not self._is_taken and self._result is not None:
-                self._tree = self._result.of(self._device)
-                self._is_taken = True
-            if self._result is not None:
-                self._result.drop(self._device)
-                self._result = None
+            if self._plan is not None:
+                leaves = [self._blocks.get(index) for index in range(len(self._plan.leaves))]
+                self._tree = jax.tree.unflatten(self._plan.treedef, leaves)
+                self._plan = None
+            self._blocks = {}
             return self._tree
 
 
@@ -150,8 +110,7 @@ class Exchange:
         self._gradients: dict[
             tuple[int, int], dict[int, jax.Array]
         ] = {}  # (step, device) -> leaf -> gradient
-        self._results: dict[int, dict[int, jax.Array]] = {}  # step -> leaf -> reduced global array
-        self._answers: dict[int, StepResult] = {}  # the step that is being answered
+        self._results: dict[int, list[dict[int, jax.Array]]] = {}  # step -> device -> leaf -> its block
         self._waiting: deque[Launch] = deque()  # loop thread only, as are the next two
         self._running: deque[Running] = deque()
         self._paused_s = 0.0
@@ -164,8 +123,7 @@ class Exchange:
         self.devices = list(self.mesh.devices.flat)
         self._window = resolve_window(plan.config.max_in_flight, self.devices[0].platform)
         self._is_wide = any(bucket.dtype in ("float64", "complex128") for bucket in plan.buckets)
-        self.index_of = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
-        self.dtypes = [jnp.dtype(leaf.dtype) if leaf.is_synced else None for leaf in plan.leaves]
+        self.intake = Intake(plan, self.devices)
         self.explainer = Explainer(
             devices=tuple(str(device) for device in self.devices),
             paths=tuple(leaf.path for leaf in plan.leaves),
@@ -237,15 +195,25 @@ class Exchange:
 
     def poll(self) -> bool:
         """Looks at what is under way: results, gradients that became ready, callbacks."""
-        while self._running and all(map(_is_ready, self._running[0].outputs.values())):
-            self._finish(self._running.popleft())
-        while self._waiting and self._is_launchable(self._waiting[0]):
-            self._launch(self._waiting.popleft())
+        while self._finish_or_launch():
+            pass
         while self.deferred and all(map(_is_ready, _device_arrays(self.deferred[0].arrays))):
             self._call_back(self.deferred[0])
             if self.has_pending():
                 break  # launches and answers first, and the end of the client
         return bool(self._running or self._waiting or self.deferred)
+
+    def _finish_or_launch(self) -> bool:
+        """Takes one program further, a finished one first: its end is seen to while others run."""
+        if self._running and _is_ready(self._running[0].outputs[0]):
+            self._finish(self._running.popleft())
+        elif launches := self._launchable():
+            for _ in launches:
+                self._waiting.popleft()
+            self._launch(launches)
+        else:
+            return False
+        return True
 
     def error(self, failure: Failure, function: str) -> JaxsyncError:
         """The error for a failure as `function` raises it: a new one each time, with its cause attached."""
@@ -269,10 +237,9 @@ class Exchange:
         return raising(make_error)
 
     def _answer(self, effect: Answer) -> None:
-        if effect.step not in self._answers:
-            self._answers[effect.step] = StepResult(self.plan, self._results.pop(effect.step, {}))
-        result = self._answers[effect.step]
-        self.tickets.pop(effect.ticket).answer(Answered(result, effect.device))
+        results = self._results.get(effect.step)
+        blocks = {} if results is None else results[effect.device]
+        self.tickets.pop(effect.ticket).answer(Answered(self.plan, blocks))
         self.recorder.record("answer", step=effect.step, device=effect.device)
 
     def _forget(self, step: int | None) -> None:
@@ -284,63 +251,74 @@ class Exchange:
             return
         for device in range(len(self.devices)):
             self._gradients.pop((step, device), None)
-        self._answers.pop(step, None)
+        self._results.pop(step, None)
         self.counts["steps"] += 1
 
     def _is_launchable(self, launch: Launch) -> bool:
         """Whether all inputs are ready: on CPU a program launched on others can end the process."""
-        return all(
-            _is_ready(self._gradients[launch.step, device][leaf])
-            for device in range(len(self.devices))
-            for leaf in bits(launch.leaves)
-            if leaf in self._gradients.get((launch.step, device), {})
-        )
-
-    def _launch(self, launch: Launch) -> None:
         leaves = bits(launch.leaves)
-        program = bucket_program(self.plan, leaves)
+        for device in range(len(self.devices)):
+            held = self._gradients.get((launch.step, device), {})
+            if not all([_is_ready(held[leaf]) for leaf in leaves if leaf in held]):  # noqa: C419
+                return False
+        return True
+
+    def _launchable(self) -> list[Launch]:
+        """The launches to make now, as one program: the oldest; or all of its step, if they are all there.
+
+        One program takes less time than one for each bucket. Only these two, since every set of buckets is a
+        program to compile.
+        """
+        if not self._waiting:
+            return []
+        first = self._waiting[0]
+        whole = [launch for launch in self._waiting if launch.step == first.step]
+        if len(whole) == len(self.plan.buckets) and all(map(self._is_launchable, whole)):
+            return whole
+        return [first] if self._is_launchable(first) else []
+
+    def _launch(self, launches: Sequence[Launch]) -> None:
+        step, buckets = launches[0].step, tuple(launch.bucket for launch in launches)
+        leaves = [bits(launch.leaves) for launch in launches]
+        start_s = time.monotonic()
         with self._number_types():
-            inputs = [self._global_array(launch.step, leaf) for leaf in leaves]
-            start_s = time.monotonic()
-            outputs = process_launcher().launch(lambda: program(inputs), self._window, lambda out: (out[0],))
-            now_s = time.monotonic()
+            program = sync_program(self.plan, buckets, leaves)
+            arrays = assemble(self.plan, self._take_gradients(step, leaves))
+            outputs = process_launcher().launch(lambda: program(arrays), self._window, lambda out: (out[0],))
+        now_s = time.monotonic()
         self._paused_s += now_s - start_s
-        self._running.append(
-            Running(
-                step=launch.step,
-                bucket=launch.bucket,
-                outputs=dict(zip(leaves, outputs, strict=True)),
-                launched_s=now_s,
+        every = tuple(itertools.chain.from_iterable(leaves))
+        running = Running(step=step, buckets=buckets, leaves=every, outputs=outputs, launched_s=now_s)
+        self._running.append(running)
+        for number, own in zip(buckets, leaves, strict=True):
+            bucket = self.plan.buckets[number]
+            num_elements = sum(math.prod(self.plan.leaves[leaf].local_shape) for leaf in own)
+            num_bytes = bucket.num_bytes * num_elements // bucket.num_elements  # of those announced
+            self.counts["launches"] += 1
+            self.counts["bytes"] += num_bytes
+            self.recorder.record(
+                "launch", step=step, what=f"bucket {number}", num_bytes=num_bytes, took_s=now_s - start_s
             )
-        )
-        bucket = self.plan.buckets[launch.bucket]
-        num_elements = sum(math.prod(self.plan.leaves[leaf].local_shape) for leaf in leaves)
-        num_bytes = bucket.num_bytes * num_elements // bucket.num_elements  # of those announced
-        self.counts["launches"] += 1
-        self.counts["bytes"] += num_bytes
-        what = f"bucket {launch.bucket}"
-        self.recorder.record(
-            "launch", step=launch.step, what=what, num_bytes=num_bytes, took_s=now_s - start_s
-        )
 
     def _number_types(self) -> contextlib.AbstractContextManager[object]:
         """Lets this thread compute in 64 bits if the plan does: x64 may be the caller's setting alone."""
         return jax.enable_x64(True) if self._is_wide else contextlib.nullcontext()
 
-    def _global_array(self, step: int, leaf: int) -> jax.Array:
-        """All devices' gradients of one leaf as the blocks of one array, without a copy."""
-        entry = self.plan.leaves[leaf]
-        pieces = []
-        for device, place in enumerate(self.devices):
-            gradient = self._gradients.get((step, device), {}).pop(leaf, None)
-            if gradient is None:  # unused="zero"
-                gradient = jax.device_put(np.zeros(entry.local_shape, entry.dtype), place)
-            self._check_input(gradient, leaf, device)
-            pieces.append(gradient)
-        sharding = NamedSharding(self.mesh, _block_spec(self.plan, leaf))
-        shape = entry.local_shape
-        stacked = (shape[0] * len(pieces), *shape[1:]) if shape else ()
-        return jax.make_array_from_single_device_arrays(stacked, sharding, pieces)
+    def _take_gradients(self, step: int, buckets: Sequence[Sequence[int]]) -> list[list[list[jax.Array]]]:
+        """For each device, for each bucket, the gradients of its leaves, which are kept no longer."""
+        return [
+            [[self._take_gradient(step, device, leaf) for leaf in leaves] for leaves in buckets]
+            for device in range(len(self.devices))
+        ]
+
+    def _take_gradient(self, step: int, device: int, leaf: int) -> jax.Array:
+        gradient = self._gradients.get((step, device), {}).pop(leaf, None)
+        if gradient is None:  # unused="zero"
+            entry = self.plan.leaves[leaf]
+            zeros = np.zeros(entry.local_shape, entry.dtype)
+            gradient = jax.device_put(zeros, self.devices[device])
+        self._check_input(gradient, leaf, device)
+        return gradient
 
     def _check_input(self, gradient: jax.Array, leaf: int, device: int) -> None:
         try:
@@ -350,11 +328,14 @@ class Exchange:
             raise
 
     def _finish(self, done: Running) -> None:
-        jax.block_until_ready(list(done.outputs.values()))
-        self._results.setdefault(done.step, {}).update(done.outputs)
+        jax.block_until_ready(done.outputs)
+        results = self._results.setdefault(done.step, [{} for _ in self.devices])
+        for result, blocks in zip(results, take_out(done.outputs), strict=True):
+            result.update(zip(done.leaves, blocks, strict=True))
         took_s = time.monotonic() - done.launched_s
-        self.recorder.record("finish", step=done.step, what=f"bucket {done.bucket}", took_s=took_s)
-        self.post(Finish(step=done.step))
+        for bucket in done.buckets:
+            self.recorder.record("finish", step=done.step, what=f"bucket {bucket}", took_s=took_s)
+            self.post(Finish(step=done.step))
 
     def _call_back(self, deferred: Deferred) -> None:
         name = getattr(deferred.callback, "__qualname__", repr(deferred.callback))
@@ -401,35 +382,3 @@ def _is_ready(array: jax.Array) -> bool:
 
 def _device_arrays(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not x.is_deleted()]
-
-
-@functools.lru_cache(maxsize=1024)
-def bucket_program(plan: SyncPlan, leaves: tuple[int, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """The compiled sync of some leaves of a plan; the same for every equal plan.
-
-    Collectives: one all-reduce for each dtype and set of axes among the leaves.
-    """
-    specs = [_block_spec(plan, index) for index in leaves]
-
-    def sync(values: list[jax.Array]) -> list[jax.Array]:
-        given: list[jax.Array | None] = [None] * len(plan.leaves)
-        for index, value in zip(leaves, values, strict=True):
-            given[index] = value
-        reduced = reduce_leaves(plan, given)
-        return [reduced[index] for index in leaves]
-
-    # Without check_vma: what goes in and out are each device's own blocks, whatever the types would say.
-    mapped = jax.shard_map(
-        sync, mesh=concrete_mesh(plan), in_specs=(specs,), out_specs=specs, check_vma=False
-    )
-    compiled: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(mapped)
-    return compiled
-
-
-def _block_spec(plan: SyncPlan, leaf: int) -> PartitionSpec:
-    """The sharding of an array whose blocks are all devices' own values of a leaf, along its first dim.
-
-    A scalar has no dim: its array says that it is replicated, and its replicas differ. Nothing but the
-    program and the ticket ever sees it.
-    """
-    return PartitionSpec(plan.mesh.axis_names) if plan.leaves[leaf].local_shape else PartitionSpec()

@@ -464,8 +464,9 @@ def test_double_precision_of_the_callers_thread_alone_is_kept() -> None:
     ],
     ids=["mesh", "device", "transfer guard", "nans", "precision", "promotion"],
 )
-def test_settings_of_the_callers_thread_change_nothing(setting: Any) -> None:
-    with setting(), make_client() as client:
+@pytest.mark.parametrize("fuse_max_bytes", [0, 80_000], ids=["alone", "fused"])
+def test_settings_of_the_callers_thread_change_nothing(setting: Any, fuse_max_bytes: int) -> None:
+    with setting(), make_client(fuse_max_bytes=fuse_max_bytes) as client:
         for device in range(4):
             client.submit_gradient_sync(device, gradient(np.nan if device == 1 else device))
         tickets = [client.submit_sync_collective(device) for device in range(4)]
@@ -476,8 +477,11 @@ def test_settings_of_the_callers_thread_change_nothing(setting: Any) -> None:
         check_equal(result, gradient(np.nan))
 
 
-def test_weak_types_and_other_trees_of_equal_leaves_compile_nothing_new(compiles) -> None:
-    with make_client() as client:
+@pytest.mark.parametrize("fuse_max_bytes", [0, 80_000], ids=["alone", "fused"])
+def test_weak_types_and_other_trees_of_equal_leaves_compile_nothing_new(
+    compiles, fuse_max_bytes: int
+) -> None:
+    with make_client(fuse_max_bytes=fuse_max_bytes) as client:
         devices = devices_of(client)
         place = functools.partial(jax.device_put, gradient(1))
         weak = [jax.tree.map(lambda x: jnp.full(x.shape, 1.0), place(device)) for device in devices]
@@ -506,6 +510,32 @@ def test_buckets_are_launched_before_all_gradients_are_in(client) -> None:
     for ticket in [client.submit_sync_collective(device) for device in range(4)]:
         check_equal(ticket.wait(), gradient(1.5))
     assert client.statistics()["launches"] == 2
+
+
+def test_a_step_is_compiled_as_a_whole_and_bucket_by_bucket_and_in_no_other_way(compiles) -> None:
+    """One program if all buckets of a step can be launched at once, else one for each."""
+    params = {name: np.zeros(size, np.float32) for name, size in (("a", 7), ("b", 11), ("c", 13))}
+    with make_client(params=params) as client:
+        placed = [jax.device_put(gradient(i, params), device) for i, device in enumerate(devices_of(client))]
+        jax.block_until_ready(placed)
+
+        def send(*parts: str) -> None:
+            for part in parts:
+                expected = client.statistics()["launches"] + len(part)
+                for device in range(4):
+                    client.submit_gradient_sync(device, {name: placed[device][name] for name in part})
+                wait_until(lambda n=expected: client.statistics()["launches"] == n)
+            for ticket in [client.submit_sync_collective(device) for device in range(4)]:
+                check_equal(ticket.wait(), gradient(1.5, params))
+
+        compiles.clear()
+        send("abc")
+        assert len(compiles) == 1
+        send("a", "b", "c")
+        assert len(compiles) == 4
+        send("a", "bc")
+        send("abc")
+        assert len(compiles) == 4
 
 
 def test_gradients_may_be_handed_over_before_they_are_computed() -> None:

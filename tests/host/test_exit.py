@@ -347,6 +347,29 @@ def test_a_gradient_whose_computation_failed_is_named_and_the_process_lives(run_
     assert "Fatal" not in done.stderr
 
 
+def test_a_failed_gradient_among_those_that_travel_together_is_named_and_the_process_lives(
+    run_python,
+) -> None:
+    end = """
+        params = {"u": jnp.zeros(2), "v": jnp.zeros(3), "w": jnp.zeros(())}
+        client = open_client()
+        for index, device in enumerate(jax.devices()):
+            good = jax.device_put(params, device)
+            client.submit_gradient_sync(index, good if index else {**good, "v": failed(0)})
+        for ticket in [client.submit_sync_collective(index) for index in range(2)]:
+            try:
+                ticket.wait(20)
+            except JaxsyncError as error:
+                print(type(error).__name__, type(error.__cause__).__name__, error.__cause__.__notes__)
+        client.close()
+        settle()
+    """
+    done = run_python(program(FAILING) + textwrap.dedent(end), timeout_s=30)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * "SyncFailedError JaxRuntimeError [\"gradient ['v'] of cpu:0\"]\n"
+    assert "Fatal" not in done.stderr
+
+
 def test_a_callback_whose_array_failed_is_named_and_the_process_lives(run_python) -> None:
     end = """
         client = open_client()

@@ -30,7 +30,10 @@ from jaxsync.errors import ClosedError, DuplicateError, SyncFailedError, TicketT
 from jaxsync.host.launcher import CPU_WINDOW, process_launcher
 
 PACKAGE = pathlib.Path(jaxsync.__file__).parent
-WATCHED = (str(PACKAGE / "host") + "/", str(PACKAGE / "client.py"), str(PACKAGE / "exchange.py"))
+WATCHED = (
+    str(PACKAGE / "host") + "/",
+    *(str(PACKAGE / name) for name in ("client.py", "submission.py", "exchange.py", "crossing.py")),
+)
 PARAMS = {"w": np.zeros(3, np.float32)}
 WAIT_S = 20.0
 TOOL = 4  # of sys.monitoring
