@@ -122,9 +122,10 @@ class TrainStep:
             # Part of another program, such as a scan over steps.
             inner = self._compiled if self._is_pmap else self._step
             return inner(state, batch)
-        check_not_deleted([*jax.tree.leaves(state), *rows], {"state": state, "batch": batch})
+        held = jax.tree.leaves(state)
+        check_not_deleted([*held, *rows], {"state": state, "batch": batch})
         if self._donate:
-            check_not_aliased("state", state, rows)
+            check_not_aliased("state", state, held, rows)
         batch = self._place_batch(batch)
         return process_launcher().launch(
             lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)

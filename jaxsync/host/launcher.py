@@ -274,18 +274,18 @@ def _has_deleted(leaves: Sequence[Any]) -> bool:
         return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
-def check_not_aliased(name: str, donated: Any, other_leaves: Sequence[Any]) -> None:
+def check_not_aliased(name: str, donated: Any, leaves: Sequence[Any], other_leaves: Sequence[Any]) -> None:
     """Refuses a tree, about to be donated, one array of which is passed twice: the end of the process, too.
 
     Args:
         name: What the donated argument is called.
         donated: The donated argument.
+        leaves: Its leaves, which the caller has at hand.
         other_leaves: The leaves of the other arguments.
 
     Raises:
         AliasedArrayError: Names each pair of places.
     """
-    leaves = jax.tree.leaves(donated)
     ids = set(map(id, leaves))
     if len(ids) == len(leaves) and ids.isdisjoint(map(id, other_leaves)):
         return

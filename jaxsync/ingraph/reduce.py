@@ -80,25 +80,57 @@ def unpack(
     return result
 
 
-def all_reduce(
-    manifest: Sequence[Cargo],
-    packed: Sequence[jax.Array],
-    riders: Sequence[jax.Array],
-    rider_axes: Sequence[str],
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The sums over devices of packed gradients, and of small values that ride along.
+def all_reduce(manifest: Sequence[Cargo], packed: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sums over devices of packed gradients.
 
-    Collectives: one all-reduce for each set of axes and dtype, riders included: operands of one call with
-    the same axes and dtype leave XLA as one instruction.
+    Collectives: one all-reduce for each set of axes and dtype: operands of one call with the same axes and
+    dtype leave XLA as one instruction.
     """
-    axes_of = [cargo.bucket.reduce_axes for cargo in manifest] + [tuple(rider_axes)] * len(riders)
-    operands = [*packed, *riders]
-    summed: list[jax.Array] = list(operands)
+    return _psum(packed, [cargo.bucket.reduce_axes for cargo in manifest])
+
+
+def all_reduce_with(
+    manifest: Sequence[Cargo], packed: Sequence[jax.Array], rider: jax.Array, rider_axes: Sequence[str]
+) -> tuple[list[jax.Array], jax.Array]:
+    """The sums over devices of packed gradients, and of a small vector that rides along.
+
+    The vector joins a bucket where one is like it, since on CPU one operand more costs as much as a bucket.
+
+    Collectives: those of `all_reduce`, and one more if no gradient has the axes and the dtype of the rider.
+    """
+    operands, axes_of = list(packed), [cargo.bucket.reduce_axes for cargo in manifest]
+    host = _host_of(manifest, packed, rider, rider_axes)
+    if host is None:
+        *summed, rider = _psum([*operands, rider], [*axes_of, tuple(rider_axes)])
+        return summed, rider
+    operands[host] = jnp.concatenate([packed[host], rider])
+    summed = _psum(operands, axes_of)
+    summed[host], rider = jnp.split(summed[host], [packed[host].size])
+    return summed, rider
+
+
+def _psum(operands: Sequence[jax.Array], axes_of: Sequence[tuple[str, ...]]) -> list[jax.Array]:
+    summed = list(operands)
     for axes in dict.fromkeys(axes_of):
         chosen = [k for k, own in enumerate(axes_of) if own == axes]
         for k, value in zip(chosen, lax.psum([operands[k] for k in chosen], axes), strict=True):
             summed[k] = value
-    return summed[: len(packed)], summed[len(packed) :]
+    return summed
+
+
+def _host_of(
+    manifest: Sequence[Cargo], packed: Sequence[jax.Array], rider: jax.Array, axes: Sequence[str]
+) -> int | None:
+    """The smallest fused bucket that a rider can join: of its dtype, axes and state."""
+    fits = [
+        (array.size, k)
+        for k, (cargo, array) in enumerate(zip(manifest, packed, strict=True))
+        if len(cargo.leaves) > 1
+        and cargo.bucket.reduce_axes == tuple(axes)
+        and array.dtype == rider.dtype
+        and jax.typeof(array).manual_axis_type == jax.typeof(rider).manual_axis_type
+    ]
+    return min(fits)[1] if fits else None
 
 
 def scale_before(plan: SyncPlan, manifest: Sequence[Cargo], packed: Sequence[jax.Array]) -> list[jax.Array]:
