@@ -13,26 +13,30 @@ Prints, from one interleaved run:
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import queue
-import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import measure
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from measure import Spread, Verdict
 
 import jaxsync
 from jaxsync.host.loop import Loop
 from jaxsync.host.messages import Effect, Fail, Finish, Forget, Launch, Message, Submit, Sync
 from jaxsync.host.state import Setup
-from jaxsync.report import format_table
 
 DEVICES, LEAVES, SIZE = 8, 100, 1000
+FLOOR = "bucketed program, ready global arrays"
+HOST_PATHS = ("8 threads, one tree each", "8 threads, leaf by leaf")
+P5_LIMIT = 1.5
+WARM_UP = 3  # rounds, of which the first compile
 
 
 class Instant:
@@ -141,20 +145,37 @@ def host_path(repeats: int) -> dict[str, list[float]]:
     bucketed = mapped(lambda g: jaxsync.sync_gradients(g, client.plan))
     per_leaf = mapped(lambda g: jax.lax.pmean(g, "data"))
     forms: dict[str, Callable[[], Any]] = {
-        "bucketed program, ready global arrays": lambda: jax.block_until_ready(bucketed(stacked)),
+        FLOOR: lambda: jax.block_until_ready(bucketed(stacked)),
         "pmean of the tree, ready global arrays": lambda: jax.block_until_ready(per_leaf(stacked)),
-        "8 threads, one tree each": Team(as_tree),
-        "8 threads, leaf by leaf": Team(leaf_by_leaf),
+        HOST_PATHS[0]: Team(as_tree),
+        HOST_PATHS[1]: Team(leaf_by_leaf),
     }
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for repeat in range(repeats + 3):
-        for name, run in forms.items():
-            start_s = time.perf_counter()
-            run()
-            if repeat >= 3:  # the first ones compile
-                times[name].append((time.perf_counter() - start_s) * 1e3)
+    runs = {name: functools.partial(measure.timed, run) for name, run in forms.items()}
+    times = measure.interleave(runs, repeats + WARM_UP)
     client.close()
-    return times
+    return {name: values[WARM_UP:] for name, values in times.items()}
+
+
+def figures(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
+    """Each form's milliseconds, and their ratio to the floor's."""
+    spreads = {name: Spread.of(values) for name, values in times.items()}
+    floor_ms = spreads[FLOOR].median
+    return {
+        name: {
+            "ms": spread.median,
+            "quartiles_ms": [spread.lower, spread.upper],
+            "ratio": spread.median / floor_ms,
+        }
+        for name, spread in spreads.items()
+    }
+
+
+def verdicts(found: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
+    """P5, for each way to hand gradients over."""
+    target = "P5 host path / bucketed program"
+    return [
+        Verdict(target=target, row=name, value=found[name]["ratio"], limit=P5_LIMIT) for name in HOST_PATHS
+    ]
 
 
 def main() -> None:
@@ -164,24 +185,25 @@ def main() -> None:
     arguments = parser.parse_args()
     jaxsync.simulate_devices(DEVICES)
     submissions, syncs = message_rates(100)
-    times = host_path(arguments.repeats)
-    floor = statistics.median(times["bucketed program, ready global arrays"])
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    found = figures(host_path(arguments.repeats))
+    judged = verdicts(found)
     if arguments.json:
-        figures = {name: {"ms": medians[name], "ratio": medians[name] / floor} for name in times}
-        print(json.dumps({"forms": figures, "submissions_per_s": submissions, "syncs_per_s": syncs}))
+        rates = {"submissions_per_s": submissions, "syncs_per_s": syncs}
+        targets = [verdict.as_dict() for verdict in judged]
+        settings = {"repeats": arguments.repeats}
+        measure.print_result("host", settings, {"forms": found, **rates, "targets": targets})
         return
-    rows = [
-        [
-            name,
-            f"{medians[name]:.2f}",
-            f"{min(values):.2f} to {max(values):.2f}",
-            f"{medians[name] / floor:.2f}",
-        ]
-        for name, values in times.items()
-    ]
-    print(format_table(["form", "median ms", "range", "ratio"], rows))
-    print(f"{submissions:,.0f} submissions/s and {syncs:,.0f} syncs/s through the state machine and the loop")
+    rows = []
+    for name, values in found.items():
+        lower, upper = values["quartiles_ms"]
+        rows.append(
+            [name, str(Spread(lower=lower, median=values["ms"], upper=upper)), f"{values['ratio']:.2f}"]
+        )
+    measure.print_table(["form", "ms (quartiles)", "ratio"], rows)
+    print(
+        f"{submissions:,.0f} submissions/s and {syncs:,.0f} syncs/s through the state machine and the loop\n"
+    )
+    measure.print_verdicts(judged)
 
 
 if __name__ == "__main__":

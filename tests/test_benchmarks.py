@@ -1,0 +1,135 @@
+"""The benchmarks run and their figures hang together. How fast anything is, they say and no test does."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FORMS = [
+    "no sync",
+    "pmap, pmean per leaf",
+    "jit, sharded batch",
+    "shard_map, autodiff's psum",
+    "shard_map, pmean(tree)",
+    "jaxsync",
+    "jaxsync in an own shard_map",
+]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def result_of(script: str, *arguments: str) -> dict[str, Any]:
+    done = run(script, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["benchmark"] == script.removesuffix(".py")
+    assert result["machine"]["cores"] >= 1
+    assert {"python", "jax", "jaxlib"} <= result["machine"].keys()
+    for verdict in result["targets"]:
+        value, limit = verdict["value"], verdict["limit"]
+        assert verdict["is_met"] == (value >= limit if verdict["at_least"] else value <= limit)
+    return result
+
+
+@pytest.fixture(scope="module")
+def step_result() -> dict[str, Any]:
+    quick = ("--quick", "--repeats", "2", "--devices", "2", "--dtypes", "bf16")
+    return result_of("step.py", *quick, "--models", "10 x 1M")
+
+
+def test_every_form_of_a_step_computes_the_same_and_is_measured(step_result: dict[str, Any]) -> None:
+    [row] = step_result["rows"]
+    assert list(row["forms"]) == FORMS
+    assert (row["leaves"], row["parameters"], row["rounds"]) == (10, 10_000_000, 2)
+    for figures in row["forms"].values():
+        lower, upper = figures["quartiles_ms"]
+        assert 0 < lower <= figures["ms"] <= upper
+        assert 0 <= figures["error"] <= 1
+        assert figures["trace_ms"] > 0
+        assert figures["compile_ms"] > 0
+        assert figures["peak_bytes"] > figures["temporary_bytes"] > 0
+    assert row["forms"]["no sync"]["to_floor"] == 1
+    assert row["forms"]["shard_map, pmean(tree)"]["compile_to_tree"] == 1
+    assert min(row["forms"][name]["to_best_peer"] for name in FORMS[1:5]) == 1
+
+
+def test_the_targets_of_a_step_are_judged_by_its_figures(step_result: dict[str, Any]) -> None:
+    [row] = step_result["rows"]
+    ours = row["forms"]["jaxsync"]
+    found = {verdict["target"][:2]: verdict["value"] for verdict in step_result["targets"]}
+    assert found == {"P2": ours["to_best_peer"], "P3": ours["compile_to_tree"]}
+
+
+def test_a_row_that_fails_is_named_and_fails_the_command() -> None:
+    # 3 devices cannot share the 64 rows of this model.
+    done = run("step.py", "--quick", "--devices", "3", "--models", "L=50 D=32 B=64", "--json")
+    assert done.returncode == 1
+    assert list(json.loads(done.stdout)["failed"]) == ["L=50 D=32 B=64, 3 devices, f32"]
+    assert "L=50 D=32 B=64, 3 devices, f32 failed" in done.stderr
+
+
+def test_the_models_have_the_sizes_of_their_papers() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from models import all_models\n"
+        "print({name: (len(m.shapes), m.num_parameters) for name, m in all_models().items()})\n"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "benchmarks")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str(
+        {
+            "L=50 D=32 B=64": (100, 50 * (32 * 32 + 32)),
+            "L=150 D=16 B=64": (300, 150 * (16 * 16 + 16)),
+            "L=20 D=256 B=256": (40, 20 * (256 * 256 + 256)),
+            "10 x 1M": (10, 10_000_000),
+            "ResNet-50": (161, 25_557_032),
+            "BERT-base": (199, 109_482_240),
+        }
+    )
+
+
+def test_growth_is_fitted_and_an_equal_tree_costs_nothing_again() -> None:
+    result = result_of("scale.py", "--leaves", "10", "100", "--devices", "8", "512", "--repeats", "1")
+    assert [point["leaves"] for point in result["by_leaves"]] == [10, 100]
+    assert [point["devices"] for point in result["by_devices"]] == [8, 512]
+    for key in ("leaves", "devices"):
+        assert all(math.isfinite(power) for power in result["exponents"][key].values())
+    again = {name: counts for name, counts in result["registered"].items() if name.endswith("again")}
+    first = {name: counts for name, counts in result["registered"].items() if name.endswith("first")}
+    assert all(counts == {"traces": 0, "compiles": 0} for counts in again.values())
+    assert all(counts["compiles"] > 0 for counts in first.values())
+    assert len(again) == len(first) == 2
+
+
+def test_a_call_is_set_against_the_faster_direct_way() -> None:
+    [row] = result_of("dispatch.py", "--leaves", "10", "--repeats", "5")["rows"]
+    forms = row["forms"]
+    assert list(forms) == ["compiled program", "jax.jit", "TrainStep", "guard_dispatch(jax.jit)"]
+    assert all(0 < figures["call_us"] <= figures["done_us"] for figures in forms.values())
+    fastest = min(forms["compiled program"]["call_us"], forms["jax.jit"]["call_us"])
+    assert forms["TrainStep"]["over_call_us"] == forms["TrainStep"]["call_us"] - fastest
+
+
+def test_a_report_has_every_run_and_the_notes(step_result: dict[str, Any], tmp_path: Path) -> None:
+    for run_number in (1, 2):
+        (tmp_path / f"step-{run_number}.json").write_text(json.dumps(step_result))
+    (tmp_path / "performance-notes.md").write_text("## What bounds it\n\nMemory.\n")
+    results = [str(path) for path in sorted(tmp_path.glob("*.json"))]
+    done = run("report.py", *results, "--docs", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "performance.md").read_text()
+    assert "| step | 2 |" in page
+    assert page.endswith("## What bounds it\n\nMemory.\n")
+    images = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
+    assert images == ["images/step-bf16.svg", "images/compile.svg"]
+    assert all("<svg" in (tmp_path / image).read_text() for image in images)
