@@ -23,7 +23,8 @@ class Bucket:
 
     Attributes:
         leaves: Indices into the plan's leaves, ascending.
-        reduce_axes: The axes of the collective.
+        reduce_axes: The axes of the all-reduce.
+        scatter_axes: The axes of the reduce-scatter before it: those its leaves are sharded over.
         dtype: The dtype on the wire, in which the sum is made.
         leaf_dtype: The dtype of every leaf in it, to which the result is cast back.
         num_elements: Elements on one device.
@@ -32,6 +33,7 @@ class Bucket:
 
     leaves: tuple[int, ...]
     reduce_axes: tuple[str, ...]
+    scatter_axes: tuple[str, ...]
     dtype: str
     leaf_dtype: str
     num_elements: int
@@ -68,7 +70,7 @@ def make_buckets(leaves: Sequence[Leaf], config: SyncConfig) -> tuple[Bucket, ..
     """The buckets of a table, ordered by their first leaf; each synced leaf is in exactly one."""
     wire = {dtype: reduce_dtype(dtype, config) for dtype in {leaf.dtype for leaf in leaves if leaf.is_synced}}
     items = {dtype: jnp.dtype(name).itemsize for dtype, name in wire.items()}
-    elements = [math.prod(leaf.local_shape) for leaf in leaves]
+    elements = [math.prod(leaf.whole_shape) for leaf in leaves]
     done: list[Bucket] = []
     open_: dict[Hashable, list[int]] = {}
     held_bytes: dict[Hashable, int] = {}
@@ -79,6 +81,7 @@ def make_buckets(leaves: Sequence[Leaf], config: SyncConfig) -> tuple[Bucket, ..
         bucket = Bucket(
             leaves=tuple(indices),
             reduce_axes=first.reduce_axes,
+            scatter_axes=first.scatter_axes,
             dtype=wire[first.dtype],
             leaf_dtype=first.dtype,
             num_elements=total,
@@ -93,8 +96,10 @@ def make_buckets(leaves: Sequence[Leaf], config: SyncConfig) -> tuple[Bucket, ..
         if num_bytes > config.fuse_max_bytes:
             close([index])
             continue
-        # Leaves sharded over different model axes stay apart: one flat array would vary over all of them.
-        key = (leaf.reduce_axes, leaf.dtype, frozenset(leaf.spec_axes))
+        # Leaves sharded over different model axes stay apart: one flat array would vary over all of them. So
+        # do leaves sharded over data axes in different branches of the tree: a bucket is gathered at once.
+        branch = leaf.branch if leaf.scatter_dims else ""
+        key = (leaf.reduce_axes, leaf.scatter_axes, leaf.dtype, frozenset(leaf.spec_axes), branch)
         is_full = len(open_.get(key, ())) >= config.bucket_max_leaves
         if key in open_ and (is_full or held_bytes[key] + num_bytes > config.bucket_max_bytes):
             close(open_.pop(key))

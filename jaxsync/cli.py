@@ -7,16 +7,19 @@ import contextlib
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jaxsync
+from jaxsync.checkpoint import list_checkpoints
 from jaxsync.errors import JaxsyncError
+from jaxsync.extras import import_extra
 from jaxsync.plan import SyncPlan
 from jaxsync.report import format_bytes, format_table
 from jaxsync.workloads.job import JobConfig
-from jaxsync.workloads.train import Progress, TrainResult, prepare_job, run_job
+from jaxsync.workloads.train import PreparedJob, Progress, TrainResult, prepare_job, run_job
 from jaxsync.workloads.tune import (
     DEFAULT_ROUNDS,
     Measurement,
@@ -27,7 +30,6 @@ from jaxsync.workloads.tune import (
     tune_file,
 )
 from jaxsync.workloads.verdict import MIN_GAIN
-from jaxsync.workloads.workload import import_extra
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -58,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     except JaxsyncError as error:
         print(f"jaxsync: {error}", file=sys.stderr)
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        print("jaxsync: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"jaxsync: {str(error) or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 
@@ -76,6 +78,14 @@ def _make_parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     _add_common_arguments(train)
     train.add_argument("--dry-run", action="store_true", help="print the sync plan and train nothing")
+    train.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        help="write checkpoints to this directory, which is the run's own (train.checkpoint_dir)",
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint of that directory"
+    )
     tune = commands.add_parser(
         "tune",
         help="measure a few sync plans for a model on this machine, and print the best as TOML",
@@ -111,20 +121,44 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    config = JobConfig.from_toml(args.config, args.overrides)
-    job = prepare_job(config)
+    overrides = list(args.overrides)
+    if args.checkpoints is not None:
+        overrides.append(f"train.checkpoint_dir={json.dumps(args.checkpoints)}")  # also a TOML string
+    config = JobConfig.from_toml(args.config, overrides)
+    job = prepare_job(config, resume=args.resume)
+    try:
+        _run_train(args, job)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_resume(args, config)) from None
+
+
+def _how_to_resume(args: argparse.Namespace, config: JobConfig) -> str:
+    directory = config.train.checkpoint_dir
+    there = list_checkpoints(directory) if directory else ()
+    if not there:
+        return "interrupted"
+    arguments = [args.config, *(f"--set={override}" for override in args.overrides)]
+    if args.checkpoints is not None:
+        arguments += ["--checkpoints", args.checkpoints]
+    arguments += ["--json"] if args.json else []
+    command = shlex.join(["jaxsync", "train", *arguments, "--resume"])
+    return f"interrupted; to go on from step {there[-1]}: {command}"
+
+
+def _run_train(args: argparse.Namespace, job: PreparedJob) -> None:
+    config = job.config
     if args.dry_run:
         print(json.dumps(_plan_as_json(job.plan)) if args.json else job.plan)
     elif args.json:
         print(json.dumps(_result_as_json(run_job(job))))
     else:
-        with _progress_bar(config) as on_progress:
+        with _progress_bar(config, job.resume or 0) as on_progress:
             result = run_job(job, on_progress)
         print(format_result(result))
 
 
 @contextlib.contextmanager
-def _progress_bar(config: JobConfig) -> Iterator[Callable[[Progress], None]]:
+def _progress_bar(config: JobConfig, start: int) -> Iterator[Callable[[Progress], None]]:
     """A bar on stderr, and what moves it."""
     console = import_extra("rich.console", package="rich", feature="The progress bar").Console(stderr=True)
     bars = import_extra("rich.progress", package="rich", feature="The progress bar")
@@ -136,7 +170,7 @@ def _progress_bar(config: JobConfig) -> Iterator[Callable[[Progress], None]]:
         bars.TimeRemainingColumn(),
     ]
     with bars.Progress(*columns, console=console) as bar:
-        task = bar.add_task(config.workload, total=config.train.steps, loss="-", speed="-")
+        task = bar.add_task(config.workload, total=config.train.steps, completed=start, loss="-", speed="-")
 
         def move(progress: Progress) -> None:
             speed = "-" if progress.steps_per_s is None else f"{progress.steps_per_s:.1f}"

@@ -19,6 +19,7 @@ from jaxsync.config import SyncConfig
 from jaxsync.errors import (
     CallbackError,
     ClosedError,
+    DataShardedError,
     ForkedProcessError,
     NotRegisteredError,
     SetMismatchError,
@@ -118,7 +119,8 @@ class SyncClient:
             `params`.
 
         Raises:
-            RegistrationError, SpecError, DataShardedError, MeshError: As for `make_plan`.
+            RegistrationError, SpecError, MeshError: As for `make_plan`.
+            DataShardedError: A parameter is sharded over a data axis.
             ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
             DuplicateError: That device has announced, or begun to submit, before in this step.
             UnknownNameError: There is no such device.
@@ -131,6 +133,9 @@ class SyncClient:
             return params
         check_replicas_equal(params)
         plan = make_plan(params, self.mesh, specs, self.config)
+        over_data = tuple((leaf.path, str(leaf.spec)) for leaf in plan.leaves if leaf.scatter_dims)
+        if over_data:  # each device hands over and gets back whole leaves
+            raise DataShardedError(function="SyncClient", leaves=over_data, axes=plan.data_axes)
         with self._adopting:
             self._adopt(plan)
         return jax.tree.unflatten(plan.treedef, place_leaves(jax.tree.leaves(params), plan, copy=True))

@@ -35,6 +35,7 @@ class SyncConfig:
             would cost more than it saves.
         bucket_max_leaves: At most so many leaves are fused into one bucket; more cost compile time.
         bucket_max_bytes: At most so many bytes are fused into one bucket.
+        shard_min_bytes: `shard_optimizer` keeps the state of a smaller bucket whole on every device.
         timeout_s: Seconds after which an incomplete host-side sync fails.
         stall_warning_s: Seconds after which a host-side sync that is still incomplete is reported.
         unused: What a sync does with a leaf that a device announced and did not hand over: `"error"` names
@@ -52,6 +53,7 @@ class SyncConfig:
     fuse_max_bytes: int = 80_000
     bucket_max_leaves: int = 32
     bucket_max_bytes: int = 1 << 20
+    shard_min_bytes: int = 0
     timeout_s: float = 60.0
     stall_warning_s: float = 10.0
     unused: Literal["error", "zero"] = "error"

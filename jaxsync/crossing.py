@@ -121,7 +121,7 @@ def _program(
         packed = reduce.scale_before(plan, whole, reduce.pack(whole, arrays))
         summed = reduce.all_reduce(whole, packed)
         finished = reduce.finish(plan, whole, summed, divisor)
-        return reduce.unpack(manifest, finished, [arrays[0]] * len(shapes))
+        return reduce.unpack(manifest, finished, [()] * len(manifest), [arrays[0]] * len(shapes))
 
     # Without check_vma: what goes in and out are each device's own blocks, whatever the types would say.
     mapped = jax.shard_map(

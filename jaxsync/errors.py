@@ -9,7 +9,7 @@
     ├── MeshError              (ValueError)           an axis the mesh does not have, or has in another size
     ├── RegistrationError      (ValueError)           a leaf that is no array
     ├── SpecError              (ValueError)           a PartitionSpec that does not fit its leaf or the mesh
-    ├── DataShardedError       (NotImplementedError)  a parameter sharded over a data axis
+    ├── DataShardedError       (ValueError)           a parameter that must be whole, and is sharded
     ├── ReplicaMismatchError   (ValueError)           replicas of one array that hold different values
     ├── TreeMismatchError      (ValueError)           gradients that do not fit the plan
     ├── UnboundAxisError       (NameError)            a collective outside shard_map and pmap
@@ -17,6 +17,7 @@
     ├── NotReducedError        (ValueError)           gradients that should have been summed before
     ├── UncheckedModelError    (ValueError)           model parallelism that JAX cannot check
     ├── LossError              (ValueError)           a loss function that returns something else
+    ├── NotElementwiseError    (ValueError)           an optimizer that cannot work on parts of arrays
     ├── DeletedArrayError      (RuntimeError)         an array whose buffer was donated before
     ├── AliasedArrayError      (ValueError)           one array at two places of a donated tree
     ├── BatchError             (ValueError)           a batch that cannot be divided
@@ -36,7 +37,10 @@
     ├── SyncFailedError        (RuntimeError)         a device or a launch broke; the cause is attached
     ├── CallbackError          (RuntimeError)         a deferred callback raised; the cause is attached
     ├── WrongThreadError       (RuntimeError)         a wait on the thread that would have to answer
-    └── ForkedProcessError     (RuntimeError)         a call in a forked child
+    ├── ForkedProcessError     (RuntimeError)         a call in a forked child
+    ├── CheckpointReadError    (OSError)              a checkpoint that is not there, or cannot be read
+    ├── CheckpointWriteError   (OSError)              a checkpoint that cannot be written
+    └── CheckpointMismatchError (ValueError)          a checkpoint of other leaves
 
 Each class owns its text: what happened, where (one line a place), and what to do. A raise gives only
 the facts, as keyword fields, which stay readable on the exception and survive pickling.
@@ -250,22 +254,23 @@ class SpecError(JaxsyncError, ValueError):
 
 
 @_error
-class DataShardedError(JaxsyncError, NotImplementedError):
-    """A parameter that is sharded over a data axis. `leaves`: path and spec of each."""
+class DataShardedError(JaxsyncError, ValueError):
+    """Parameters sharded over a data axis where each device needs all. `leaves`: path and spec of each."""
 
+    function: str
     leaves: tuple[tuple[str, str], ...]
     axes: tuple[str, ...]
 
     def what(self) -> str:
-        return f"Parameters sharded over a data axis ({_names(self.axes)}) are not supported yet."
+        return f"{self.function} holds parameters whole along the data axes ({_names(self.axes)})."
 
     def places(self) -> Sequence[str]:
         return [f"params{path} with {spec}" for path, spec in self.leaves]
 
     def fix(self) -> str:
         return (
-            "replicate these leaves over the data axes: pass specs=jax.sharding.PartitionSpec(), or place "
-            "the arrays without that axis."
+            "shard parameters over data axes in a TrainStep with transform='shard_map', or in sync_gradients "
+            "and value_and_grad; here replicate them: specs=jax.sharding.PartitionSpec()."
         )
 
 
@@ -405,6 +410,29 @@ class LossError(JaxsyncError, ValueError):
         return (
             "return a real scalar, the mean over this device's rows. weighted=True: (loss, weight); "
             "has_aux=True: (loss, aux), or ((loss, weight), aux) with both."
+        )
+
+
+@_error
+class NotElementwiseError(JaxsyncError, ValueError):
+    """An optimizer that looks at several elements at once. `problems`: place, leaf path, operation."""
+
+    problems: tuple[tuple[str, str, str], ...]
+
+    def what(self) -> str:
+        return "shard_optimizer cannot divide this optimizer: its results are not elementwise."
+
+    def places(self) -> Sequence[str]:
+        return [
+            f"{place} of params{path}: {reason}" if path else f"{place}: {reason}"
+            for place, path, reason in self.problems
+        ]
+
+    def fix(self) -> str:
+        return (
+            "use an elementwise optimizer (sgd, momentum, adam, adamw, lion, rmsprop, also with schedules, "
+            "masks, inject_hyperparams and clipping by the global norm); or give this one to make_train_step "
+            "as it is, with its state on every device."
         )
 
 
@@ -758,3 +786,71 @@ class ForkedProcessError(JaxsyncError, RuntimeError):
 
     def fix(self) -> str:
         return "start children with multiprocessing.get_context('spawn'), and make the client there."
+
+
+@_error
+class CheckpointReadError(JaxsyncError, OSError):
+    """A checkpoint that is not there, or cannot be read. `found`: what is in the directory."""
+
+    directory: str
+    reason: str
+    found: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        return f"No checkpoint could be loaded from {self.directory}: {self.reason}."
+
+    def places(self) -> Sequence[str]:
+        return self.found
+
+    def fix(self) -> str:
+        return (
+            "give the directory that save_checkpoint wrote to, and a number that "
+            "jaxsync.list_checkpoints(directory) has; if one cannot be read, load the one before it."
+        )
+
+
+@_error
+class CheckpointWriteError(JaxsyncError, OSError):
+    """A checkpoint that cannot be written. `found`: what is in the way."""
+
+    directory: str
+    reason: str
+    found: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        return f"No checkpoint could be saved in {self.directory}: {self.reason}."
+
+    def places(self) -> Sequence[str]:
+        return self.found
+
+    def fix(self) -> str:
+        return (
+            "give each run a directory of its own that can be written to and has room; to go back to an "
+            "earlier step, go on in a new directory. The checkpoints that were there are as they were."
+        )
+
+
+@_error
+class CheckpointMismatchError(JaxsyncError, ValueError):
+    """A checkpoint whose leaves are not those of the step. `problems`: one line a leaf."""
+
+    path: str
+    saved_with: str
+    loaded_with: str
+    problems: tuple[str, ...]
+
+    def what(self) -> str:
+        number = _count(len(self.problems), "leaf does", "leaves do")
+        return (
+            f"{number} not fit: the checkpoint {self.path} (plan {self.saved_with[:16]}) is of another model "
+            f"or optimizer than the step (plan {self.loaded_with[:16]})."
+        )
+
+    def places(self) -> Sequence[str]:
+        return self.problems
+
+    def fix(self) -> str:
+        return (
+            "load it with a step whose parameters and optimizer have these leaves; only devices, mesh, "
+            "specs and config may differ from those it was saved with."
+        )

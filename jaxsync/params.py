@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsync.errors import DataShardedError, RegistrationError, SpecError
+from jaxsync.errors import RegistrationError, SpecError
 from jaxsync.mesh import AnyMesh, axis_sizes
 
 Kind = Literal["float", "complex", "integer", "bool", "key", "float0", "empty"]
@@ -24,21 +24,33 @@ class Leaf:
 
     Attributes:
         path: `jax.tree_util.keystr` of its key path; its identity.
+        branch: The first key of its path.
         shape: Its global shape.
         local_shape: The shape one device holds.
+        whole_shape: The shape one device holds of it gathered over the data axes; that of its local gradient.
         dtype: The name of its dtype.
         kind: `"float"` and `"complex"` leaves are synced; all others pass through untouched.
         spec: How it is sharded over the mesh.
-        reduce_axes: The data axes its gradient is reduced over.
+        reduce_axes: The data axes its gradient is summed over.
+        scatter_dims: The dims that are sharded over data axes, each with these axes: its gradient is
+            reduce-scattered along them.
     """
 
     path: str
+    branch: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
+    whole_shape: tuple[int, ...]
     dtype: str
     kind: Kind
     spec: PartitionSpec
     reduce_axes: tuple[str, ...]
+    scatter_dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    @property
+    def scatter_axes(self) -> tuple[str, ...]:
+        """The data axes it is sharded over, in the order of its dims."""
+        return tuple(axis for _, axes in self.scatter_dims for axis in axes)
 
     @property
     def is_synced(self) -> bool:
@@ -87,7 +99,6 @@ def make_leaves(
     Raises:
         RegistrationError: A leaf is no array.
         SpecError: A spec does not fit its leaf, the mesh, or the tree.
-        DataShardedError: A spec shards a parameter over a data axis.
     """
     try:
         with_path, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -102,20 +113,13 @@ def make_leaves(
     bad = [
         (path, str(tuple(leaf.shape)), str(spec), reason)
         for (path, leaf), spec in zip(named, leaf_specs, strict=True)
-        if (reason := _spec_problem(tuple(leaf.shape), spec, sizes))
+        if (reason := _spec_problem(leaf, spec, sizes, data_axes))
     ]
     if bad:
         raise SpecError(leaves=tuple(bad))
-    over_data = [
-        (path, str(spec))
-        for (path, _), spec in zip(named, leaf_specs, strict=True)
-        if set(spec_axes(spec)) & set(data_axes)
-    ]
-    if over_data:
-        raise DataShardedError(leaves=tuple(over_data), axes=tuple(data_axes))
     leaves = [
         _make_leaf(path, leaf, spec, sizes, data_axes)
-        for (path, leaf), spec in zip(named, leaf_specs, strict=True)
+        for (path, leaf), spec in zip(with_path, leaf_specs, strict=True)
     ]
     return tuple(leaves), treedef
 
@@ -145,17 +149,26 @@ def canonical_dtype(array: Any) -> str:
 
 
 def _make_leaf(
-    path: str, array: Any, spec: PartitionSpec, sizes: Mapping[str, int], data_axes: Sequence[str]
+    path: tuple[Any, ...], array: Any, spec: PartitionSpec, sizes: Mapping[str, int], data_axes: Sequence[str]
 ) -> Leaf:
     shape = tuple(array.shape)
+    model_axes = [axis for axis in spec_axes(spec) if axis not in data_axes]
+    scatter_dims = [
+        (dim, tuple(axis for axis in _entry_axes(entry) if axis in data_axes))
+        for dim, entry in enumerate(spec)
+        if set(_entry_axes(entry)) & set(data_axes)
+    ]
     return Leaf(
-        path=path,
+        path=jax.tree_util.keystr(path),
+        branch=jax.tree_util.keystr(path[:1]),
         shape=shape,
         local_shape=local_shape(shape, spec, sizes),
+        whole_shape=local_shape(shape, spec, sizes, model_axes),
         dtype=canonical_dtype(array),
         kind=leaf_kind(shape, array.dtype),
         spec=spec,
         reduce_axes=tuple(axis for axis in data_axes if axis not in spec_axes(spec)),
+        scatter_dims=tuple(scatter_dims),
     )
 
 
@@ -216,7 +229,10 @@ def _placed_spec(leaf: Any, mesh: AnyMesh) -> PartitionSpec:
     return PartitionSpec()
 
 
-def _spec_problem(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]) -> str | None:
+def _spec_problem(
+    array: Any, spec: PartitionSpec, sizes: Mapping[str, int], data_axes: Sequence[str]
+) -> str | None:
+    shape = tuple(array.shape)
     if spec.unreduced or spec.reduced:
         return "unreduced and reduced axes are for gradients, not for parameters"
     if len(spec) > len(shape):
@@ -232,6 +248,12 @@ def _spec_problem(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[st
         return f"the mesh has no axis {unknown[0]!r}"
     if len(set(axes)) != len(axes):
         return "an axis is used twice"
+    if set(axes) & set(data_axes) and leaf_kind(shape, array.dtype) not in ("float", "complex"):
+        return "only float and complex leaves, which have gradients, can be sharded over a data axis"
+    for entry in spec:
+        is_data = [axis in data_axes for axis in _entry_axes(entry)]
+        if is_data != sorted(is_data):  # gathered over the data axes, a shard would not be contiguous
+            return f"{entry!r} must have its data axes after the others"
     for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
         factor = math.prod(sizes[axis] for axis in _entry_axes(entry))
         if size % factor:

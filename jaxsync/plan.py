@@ -77,10 +77,18 @@ class SyncPlan:
     def num_all_reduces(self) -> int:
         """All-reduces of one sync in a compiled program: one for each dtype and set of axes.
 
+        And one for each bucket of leaves that are sharded over some data axes and replicated over others.
+
         Buckets of one dtype and one set of axes leave in one call, and XLA compiles them to one collective
         with several operands (on accelerators, to more if they are larger than its combiner's limit).
         """
-        return len({(bucket.reduce_axes, bucket.dtype) for bucket in self.buckets})
+        whole = {(bucket.reduce_axes, bucket.dtype) for bucket in self.buckets if not bucket.scatter_axes}
+        return len(whole) + sum(bool(b.scatter_axes and b.reduce_axes) for b in self.buckets)
+
+    @property
+    def num_reduce_scatters(self) -> int:
+        """Reduce-scatters of one sync: one for each bucket of leaves that are sharded over a data axis."""
+        return sum(bool(bucket.scatter_axes) for bucket in self.buckets)
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +111,7 @@ class SyncPlan:
         return [
             str(index),
             str(len(bucket.leaves)),
-            ",".join(bucket.reduce_axes),
+            ",".join((*bucket.reduce_axes, *(f"{axis} (scatter)" for axis in bucket.scatter_axes))),
             wire,
             str(bucket.num_elements),
             format_bytes(bucket.num_bytes),
@@ -129,7 +137,6 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
         MeshError: The mesh lacks a data axis of the config.
         RegistrationError: A leaf is no array.
         SpecError: A spec does not fit its leaf, the mesh or the tree.
-        DataShardedError: A spec shards a parameter over a data axis.
 
     >>> import jax, jaxsync
     >>> mesh = jaxsync.make_mesh({"data": 8})

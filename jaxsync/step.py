@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsync.errors import ArgumentError, LossError, MeshError, TreeMismatchError
+from jaxsync.errors import ArgumentError, DataShardedError, LossError, MeshError, TreeMismatchError
 from jaxsync.host.launcher import (
     check_not_aliased,
     check_not_deleted,
@@ -19,18 +19,21 @@ from jaxsync.host.launcher import (
     resolve_window,
 )
 from jaxsync.ingraph.axes import declared_synced
-from jaxsync.ingraph.elementwise import is_alike
+from jaxsync.ingraph.elementwise import is_alike, locate
 from jaxsync.ingraph.grads import (
     Local,
     LossFn,
     Synced,
     accumulate,
+    gather_params,
     is_finite,
     local_gradients,
     sync_local,
 )
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.packed import Layout, Packed, make_layout
+from jaxsync.ingraph.sharded import ShardedOptimizer
+from jaxsync.ingraph.shards import Shard, is_shard
 from jaxsync.mesh import format_mesh
 from jaxsync.placement import (
     batch_spec,
@@ -76,7 +79,8 @@ class TrainStep:
         self.plan = plan
         self._mesh = concrete_mesh(plan)
         self._loss_fn = loss_fn
-        self._tx = tx
+        self._sharded = tx if isinstance(tx, ShardedOptimizer) else None
+        self._tx: Optimizer = tx.inner if isinstance(tx, ShardedOptimizer) else tx
         self._accumulate = accumulate
         self._donate = donate
         self._has_aux = has_aux
@@ -122,6 +126,8 @@ class TrainStep:
             # Part of another program, such as a scan over steps.
             inner = self._compiled if self._is_pmap else self._step
             return inner(state, batch)
+        if isinstance(state.step, np.ndarray | np.generic):  # a state from the host
+            state = jax.device_put(state, self._state_shardings(state.params))
         held = jax.tree.leaves(state)
         check_not_deleted([*held, *rows], {"state": state, "batch": batch})
         if self._donate:
@@ -149,6 +155,8 @@ class TrainStep:
     @functools.cached_property
     def _layout(self) -> Layout:
         """How parameters are kept: fused, if the optimizer gives the same numbers for that."""
+        if self._sharded is not None:
+            return self._sharded.layout
         fused = make_layout(self.plan)
         return fused if fused.is_fused and is_alike(self._tx, fused) else make_layout(self.plan, fuse=False)
 
@@ -157,36 +165,39 @@ class TrainStep:
 
         With None for what is not trained, which optimizers take for absent.
         """
+        if self._sharded is not None:
+            return self._sharded.view(packed)
         trained = packed.without_rest()
         return trained if self._layout.is_fused else trained.tree()
 
     def _make_state(self, params: Any) -> TrainState:
         # A copy is an operation of the program, so its result is a buffer of its own.
         packed = self._layout.pack(jax.tree.map(strong_copy, params))
-        opt_state = self._tx.init(self._trained(packed))
+        own = packed if self._sharded is None else self._sharded.cut(packed)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             packed_params=packed,
-            packed_opt_state=jax.tree.map(strong_copy, opt_state),
+            packed_opt_state=jax.tree.map(strong_copy, self._tx.init(self._trained(own))),
         )
 
     def _state_shardings(self, params: Any) -> TrainState:
         """The state with a sharding in place of each array."""
         shapes: TrainState = jax.eval_shape(self._make_state, params)
-        trained = jax.tree_util.tree_leaves_with_path(self._trained(shapes.packed_params))
-        specs = jax.tree.leaves(self._trained(self._layout.specs))
-        like = {path: (x.shape, spec) for (path, x), spec in zip(trained, specs, strict=True)}
-
-        def place(path: tuple[Any, ...], array: Any) -> NamedSharding:
-            # Optimizers keep trees like the parameters, so a leaf's path ends in its parameter's.
-            ends = (path[start:] for start in range(len(path) + 1))
-            shape, spec = next((like[end] for end in ends if end in like), (None, None))
-            return NamedSharding(self._mesh, spec if shape == array.shape and spec else PartitionSpec())
-
-        params = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._layout.specs)
-        opt_state = jax.tree_util.tree_map_with_path(place, shapes.packed_opt_state)
+        if self._sharded is not None:
+            opt_specs = self._sharded.state_specs(shapes.packed_opt_state)
+        else:
+            places = locate(shapes.packed_opt_state, self._trained(shapes.packed_params))
+            own = [PartitionSpec() if k is None else self._layout.specs.arrays[k] for _, k in places]
+            opt_specs = jax.tree.unflatten(jax.tree.structure(shapes.packed_opt_state), own)
+            # Of an optimizer in the chain that is sharded.
+            opt_specs = jax.tree.map(
+                lambda x: Shard(array=x.cut.spec, cut=x.cut) if is_shard(x) else x,
+                opt_specs,
+                is_leaf=is_shard,
+            )
+        specs = (PartitionSpec(), self._layout.specs, opt_specs)
         return TrainState.tree_unflatten(
-            None, (NamedSharding(self._mesh, PartitionSpec()), params, opt_state)
+            None, jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
         )
 
     def _make_jit(self) -> Any:
@@ -216,11 +227,12 @@ class TrainStep:
         check_batch(batch, self.plan.num_replicas * self._accumulate)
         specs = self._layout.specs
         batch_specs = jax.tree.map(lambda x: batch_spec(x, self.plan), batch)
+        grad_specs = specs.arrays if self._sharded is None else self._sharded.specs
         synced = jax.shard_map(
             self._sync,
             mesh=self._mesh,
             in_specs=(specs, batch_specs),
-            out_specs=(specs.arrays, PartitionSpec()),
+            out_specs=(grad_specs, PartitionSpec()),
         )(self._own_params(state), batch)
         return self._update(state, *synced)
 
@@ -238,7 +250,7 @@ class TrainStep:
     def _sync(self, packed: Packed, batch: Any) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
         """On one device: its rows -> synced gradients, packed like the parameters, and metrics."""
         microbatches = self._split_batch(batch)
-        params = packed.tree()
+        params = gather_params(packed.tree(), self.plan)
 
         def local_fn(microbatch: Any) -> tuple[Local, Any]:
             return local_gradients(
@@ -252,7 +264,8 @@ class TrainStep:
 
         local, aux = accumulate(local_fn, microbatches, self._accumulate)
         _check_aux(aux)
-        synced = sync_local(local, self.plan, jax.tree.leaves(aux))
+        cuts = () if self._sharded is None else tuple(cut for cut in self._sharded.cuts if cut is not None)
+        synced = sync_local(local, self.plan, jax.tree.leaves(aux), cuts)
         _check_loss_is_whole(synced)
         metrics = {"loss": synced.loss, "finite": is_finite(synced, self.plan)}
         if self._has_aux:
@@ -270,11 +283,12 @@ class TrainStep:
         self, state: TrainState, grads: Sequence[jax.Array], metrics: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
         old, opt_state = state.packed_params, state.packed_opt_state
+        if self._sharded is not None:
+            old = self._sharded.cut(old)
         trained = self._trained(old)
         with declared_synced():
             updates, opt_state = self._tx.update(self._trained(old.with_arrays(grads)), opt_state, trained)
         _check_updates(updates, trained)
-        # In the order of the arrays: one by one, they are in the order of the tree.
         with jax.numpy_dtype_promotion("standard"):  # a float32 update of a bfloat16 parameter is fine
             arrays = [
                 (array + update).astype(array.dtype)
@@ -289,6 +303,8 @@ class TrainStep:
                 (new, opt_state),
                 (old, state.packed_opt_state),
             )
+        if self._sharded is not None:
+            new = self._sharded.gather(new)
         return TrainState(step=state.step + 1, packed_params=new, packed_opt_state=opt_state), metrics
 
     def _place_batch(self, batch: Any) -> Any:
@@ -309,6 +325,10 @@ class TrainStep:
         """The rows of each device along a leading dim, as `pmap` wants them."""
         n, shape = self.plan.num_replicas, np.shape(x)
         return x.reshape(n, shape[0] // n, *shape[1:]) if shape else np.broadcast_to(x, (n,))
+
+
+def _own_spec(x: Any) -> Any:
+    return Shard(array=x.cut.spec, cut=x.cut) if is_shard(x) else x
 
 
 def _is_placed(x: Any, sharding: NamedSharding) -> bool:
@@ -400,6 +420,7 @@ def make_train_step(
 
     Raises:
         ArgumentError: An argument is of another kind, or has a value that cannot be meant.
+        DataShardedError: `transform="pmap"`, and a parameter is sharded over a data axis.
         MeshError: The mesh has no devices; or `transform="pmap"` and it has more than one axis.
         DispatchError: The config's `max_in_flight` cannot work.
         BatchError: When called: the batch cannot be divided, or its leaves differ in their rows.
@@ -432,6 +453,17 @@ def make_train_step(
     if transform == "pmap" and len(plan.mesh.axis_names) != 1:
         problem = "transform='pmap' has one axis: use transform='shard_map'"
         raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
+    over_data = tuple((leaf.path, str(leaf.spec)) for leaf in plan.leaves if leaf.scatter_dims)
+    if transform == "pmap" and over_data:
+        raise DataShardedError(function="transform='pmap'", leaves=over_data, axes=plan.data_axes)
+    if transform == "pmap" and isinstance(tx, ShardedOptimizer):
+        wanted = "'shard_map', for a sharded optimizer: pmap holds all state whole on every device"
+        raise ArgumentError(function="make_train_step", argument="transform", got="'pmap'", wanted=wanted)
+    if isinstance(tx, ShardedOptimizer) and tx.plan != plan:
+        wanted = "an optimizer that was sharded for this plan"
+        raise ArgumentError(
+            function="make_train_step", argument="tx", got="one of another plan", wanted=wanted
+        )
     return TrainStep(
         loss_fn,
         tx,

@@ -9,13 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey
 
 from jaxsync.errors import TreeMismatchError
-from jaxsync.host.launcher import check_not_deleted
+from jaxsync.host.launcher import check_not_deleted, process_launcher, resolve_window
 from jaxsync.ingraph.packed import Packed, is_packed, split, unpack_all
+from jaxsync.ingraph.sharded import cut_like, gather_all
+from jaxsync.ingraph.shards import Shard, holds_array, is_shard
+from jaxsync.plan import SyncPlan
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -48,6 +52,9 @@ class TrainState:
     @property
     def opt_state(self) -> Any:
         """The optimizer's state, in the structure of `tx.init(params)` and sharded as the parameters are.
+
+        With `shard_optimizer` each array is gathered from its parts, and then sharded over the data axes
+        along the first dim that divides.
 
         Raises:
             DeletedArrayError: The state was donated to a step.
@@ -90,7 +97,38 @@ def strong_copy(x: Any) -> jax.Array:
     return jnp.copy(lax.convert_element_type(x, x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x)
 
 
+def _is_kept(x: Any) -> bool:
+    """Whether it is kept in another form than it is shown in."""
+    return is_packed(x) or is_shard(x)
+
+
 def _show(name: str, tree: Any) -> Any:
+    arrays = jax.tree.leaves(tree)
+    if any(
+        isinstance(x, np.ndarray | np.generic) for x in arrays
+    ):  # a state on the host is shown on the host
+        return jax.device_get(unpack_all(gather_all(jax.tree.map(_place_parts, tree, is_leaf=is_shard))))
+    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
+        return unpack_all(gather_all(tree))
+    if any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)):
+        check_not_deleted(arrays, {name: tree})
+        shardings = tuple(x.sharding for x in arrays)
+        return process_launcher().launch(
+            lambda: _gatherer(jax.tree.structure(tree), shardings)(tree),
+            resolve_window(None, next(iter(arrays[0].devices())).platform),
+            lambda shown: tuple(jax.tree.leaves(shown)),
+        )
+    return _show_fused(name, tree)
+
+
+def _place_parts(x: Any) -> Any:
+    if not is_shard(x) or not holds_array(x):
+        return x
+    sharding = NamedSharding(x.cut.plan.mesh, x.cut.spec)
+    return Shard(array=jax.device_put(x.array, sharding), cut=x.cut)
+
+
+def _show_fused(name: str, tree: Any) -> Any:
     fused: list[tuple[Any, tuple[tuple[int, ...], ...]]] = []
 
     def note(array: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -99,16 +137,52 @@ def _show(name: str, tree: Any) -> Any:
         return [array] * len(shapes)
 
     noted = unpack_all(tree, note)
-    arrays = [array for array, _ in fused]
     if not fused:
         return noted
-    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
-        return unpack_all(tree)
+    arrays = [array for array, _ in fused]
     check_not_deleted(arrays, {name: tree})
     # Only what is kept together goes through a program; all else is shown as it is, without a copy.
     program = _splitter(tuple(shapes for _, shapes in fused), tuple(array.sharding for array in arrays))
     parts = iter(program(arrays))
     return unpack_all(tree, lambda array, shapes: next(parts) if len(shapes) > 1 else [array])
+
+
+@functools.lru_cache(maxsize=64)
+def _gatherer(structure: Any, shardings: tuple[Sharding, ...]) -> Callable[[Any], Any]:
+    """A program that makes whole arrays of those that are cut, sharded as their shapes allow."""
+    tree = jax.tree.unflatten(structure, shardings)
+
+    def place(x: Any) -> Any:
+        if is_packed(x):
+            slots = zip(x.layout.slots, x.arrays, strict=True)
+            specs = {i: _shown_spec(x.layout.plan, i, is_shard(array)) for slot, array in slots for i in slot}
+            mesh = x.layout.plan.mesh
+            leaves = [
+                None if i in x.layout.rest else NamedSharding(mesh, specs[i])
+                for i in range(len(x.layout.plan.leaves))
+            ]
+            return jax.tree.unflatten(x.layout.plan.treedef, leaves)
+        if is_shard(x) and not holds_array(x):
+            return x.array
+        if is_shard(x):
+            return NamedSharding(x.cut.plan.mesh, _shown_spec(x.cut.plan, x.cut.slot[0], True))
+        return x
+
+    return jax.jit(
+        lambda tree: unpack_all(gather_all(tree)),
+        out_shardings=jax.tree.map(place, tree, is_leaf=_is_kept),
+    )
+
+
+def _shown_spec(plan: SyncPlan, index: int, is_cut: bool) -> PartitionSpec:
+    """The leaf's own spec; if it is kept in parts, with the data axes along the first dim that divides."""
+    leaf = plan.leaves[index]
+    entries = [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
+    for dim, (size, entry) in enumerate(zip(leaf.shape, entries, strict=True)):
+        if is_cut and entry is None and size and size % plan.num_replicas == 0:
+            entries[dim] = plan.data_axes
+            return PartitionSpec(*entries)
+    return leaf.spec
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,21 +198,43 @@ def _splitter(
 
 
 def _repack(name: str, old: Any, new: Any) -> Any:
-    outer: Any = jax.tree.structure(old, is_leaf=is_packed)
-    wanted = jax.tree.leaves(old, is_leaf=is_packed)
+    outer: Any = jax.tree.structure(old, is_leaf=_is_kept)
+    wanted = jax.tree.leaves(old, is_leaf=_is_kept)
 
     def pack(pieces: Sequence[Any]) -> Any:
-        packed = [
-            was.layout.pack(jax.tree.map(strong_copy, piece)) if is_packed(was) else strong_copy(piece)
-            for was, piece in zip(wanted, pieces, strict=True)
-        ]
-        return jax.tree.unflatten(outer, packed)
+        return jax.tree.unflatten(
+            outer, [_keep_like(was, piece) for was, piece in zip(wanted, pieces, strict=True)]
+        )
 
     _check_same_leaves(name, old, new)
     program = jax.jit(pack, out_shardings=jax.tree.map(lambda x: x.sharding, old))
-    result = program(outer.flatten_up_to(new))
+    pieces = [_bring_to(was, piece) for was, piece in zip(wanted, outer.flatten_up_to(new), strict=True)]
+    result = program(pieces)
     jax.block_until_ready(result)  # until then JAX may read the caller's NumPy arrays
     return result
+
+
+def _bring_to(was: Any, piece: Any) -> Any:
+    """`piece` on the mesh of `was`, from wherever it is, as its spec says."""
+    if is_packed(was):
+        plan = was.layout.plan
+        leaves = plan.treedef.flatten_up_to(piece)
+        own = [NamedSharding(plan.mesh, leaf.spec) for leaf in plan.leaves]
+        placed = [None if x is None else jax.device_put(x, s) for x, s in zip(leaves, own, strict=True)]
+        return jax.tree.unflatten(plan.treedef, placed)
+    if is_shard(was):
+        spec = was.cut.plan.leaves[was.cut.slot[0]].spec
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(was.cut.plan.mesh, spec)), piece)
+    return jax.device_put(piece, was.sharding)
+
+
+def _keep_like(was: Any, piece: Any) -> Any:
+    if is_packed(was):
+        packed = was.layout.pack(jax.tree.map(strong_copy, piece))
+        return packed.with_arrays(
+            [cut_like(old, array) for old, array in zip(was.arrays, packed.arrays, strict=True)]
+        )
+    return cut_like(was, jax.tree.map(strong_copy, piece))
 
 
 def _check_same_leaves(name: str, old: Any, new: Any) -> None:
@@ -147,7 +243,7 @@ def _check_same_leaves(name: str, old: Any, new: Any) -> None:
             jax.tree_util.keystr(path): (tuple(jnp.shape(x)), str(jnp.result_type(x)))
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
         }
-        for tree in (new, jax.eval_shape(unpack_all, old))
+        for tree in (new, jax.eval_shape(lambda tree: unpack_all(gather_all(tree)), old))
     )
     problems = [f"{name}{path} is missing" for path in want if path not in have]
     problems += [f"{name}{path} is not in the state" for path in have if path not in want]

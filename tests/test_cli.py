@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -202,6 +203,19 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(
     )
 
 
+def test_checkpoints_need_an_extra_of_their_own(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['orbax'] = None; from jaxsync.cli import main; "
+        f"sys.exit(main(['train', {DIGITS!r}, '--checkpoints', {str(tmp_path)!r}]))"
+    )
+    done = run_process("-c", code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "jaxsync: jaxsync.list_checkpoints needs the package 'orbax-checkpoint', which is not installed.\n"
+        "To fix it: pip install 'jaxsync[checkpoint]'\n"
+    )
+
+
 def test_json_needs_no_progress_bar() -> None:
     code = (
         "import sys; sys.modules['rich'] = None; from jaxsync.cli import main; "
@@ -218,6 +232,40 @@ def test_an_interrupt_ends_a_run_with_one_line_and_exit_code_130() -> None:
     assert (stdout, code) == ("", 130)
     assert seen.endswith(b"jaxsync: interrupted\r\n")
     assert b"Traceback" not in seen
+
+
+def test_an_interrupted_run_says_how_to_resume_and_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = str(tmp_path / "a run")
+    args = [DIGITS, "--set", "train.steps=100000", "--set", "train.checkpoint_every=10"]
+    seen, stdout, code = _interrupt(["train", *args, "--checkpoints", directory], mark=b"40/100000")
+    assert (stdout, code) == ("", 130)
+    last = seen.decode().splitlines()[-1]
+    said = re.search(r"jaxsync: interrupted; to go on from step (\d+): (.*)", last)
+    assert said, seen.decode()
+    newest = int(said[1])
+    assert newest == jaxsync.list_checkpoints(directory)[-1] >= 30
+    assert shlex.split(said[2]) == [
+        *("jaxsync", "train", DIGITS, "--set=train.steps=100000", "--set=train.checkpoint_every=10"),
+        *("--checkpoints", directory, "--resume"),
+    ]
+    again = [*shlex.split(said[2])[1:], "--json", "--set", f"train.steps={newest + 2}"]
+    assert main(again) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["steps"] == newest + 2
+    assert err == ""
+
+
+def test_resume_without_checkpoints_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", DIGITS, "--resume"]) == 2
+    assert "wanted the directory to resume from (--checkpoints DIR)" in capsys.readouterr().err
+    assert main(["train", DIGITS, "--resume", "--checkpoints", str(tmp_path / "none")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"jaxsync: No checkpoint could be loaded from {tmp_path / 'none'}: ")
+    assert "there is no such directory" in err
 
 
 def _interrupt(args: list[str], mark: bytes) -> tuple[bytes, str, int]:

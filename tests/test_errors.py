@@ -77,12 +77,14 @@ EXAMPLES = [
         "once, and whose sizes divide the dims; `specs` may be a prefix of the parameter tree.",
     ),
     (
-        errors.DataShardedError(leaves=(("['w']", "PartitionSpec('data',)"),), axes=("data",)),
-        NotImplementedError,
-        "Parameters sharded over a data axis ('data') are not supported yet.\n"
+        errors.DataShardedError(
+            function="SyncClient", leaves=(("['w']", "PartitionSpec('data',)"),), axes=("data",)
+        ),
+        ValueError,
+        "SyncClient holds parameters whole along the data axes ('data').\n"
         "  - params['w'] with PartitionSpec('data',)\n"
-        "To fix it: replicate these leaves over the data axes: pass specs=jax.sharding.PartitionSpec(), or "
-        "place the arrays without that axis.",
+        "To fix it: shard parameters over data axes in a TrainStep with transform='shard_map', or in "
+        "sync_gradients and value_and_grad; here replicate them: specs=jax.sharding.PartitionSpec().",
     ),
     (
         errors.ReplicaMismatchError(leaves=(("['w']", "TFRT_CPU_0", "TFRT_CPU_1"),)),
@@ -142,6 +144,18 @@ EXAMPLES = [
         "loss_fn returned float32[4]; wanted a real float scalar loss.\n"
         "To fix it: return a real scalar, the mean over this device's rows. weighted=True: (loss, weight); "
         "has_aux=True: (loss, aux), or ((loss, weight), aux) with both.",
+    ),
+    (
+        errors.NotElementwiseError(
+            problems=(("updates", "['w']", "reduce_sum"), ("init.count", "", "depends on the shape")),
+        ),
+        ValueError,
+        "shard_optimizer cannot divide this optimizer: its results are not elementwise.\n"
+        "  - updates of params['w']: reduce_sum\n"
+        "  - init.count: depends on the shape\n"
+        "To fix it: use an elementwise optimizer (sgd, momentum, adam, adamw, lion, rmsprop, also with "
+        "schedules, masks, inject_hyperparams and clipping by the global norm); or give this one to "
+        "make_train_step as it is, with its state on every device.",
     ),
     (
         errors.DeletedArrayError(leaves=("state.params['w']",)),
@@ -303,6 +317,44 @@ EXAMPLES = [
         RuntimeError,
         "submit_gradient_sync was called in a forked child of the process that started JAX.\n"
         "To fix it: start children with multiprocessing.get_context('spawn'), and make the client there.",
+    ),
+    (
+        errors.CheckpointReadError(
+            directory="/runs/a",
+            reason="there is no checkpoint in it",
+            found=("there is 60.orbax-checkpoint-tmp, a save that was not finished",),
+        ),
+        OSError,
+        "No checkpoint could be loaded from /runs/a: there is no checkpoint in it.\n"
+        "  - there is 60.orbax-checkpoint-tmp, a save that was not finished\n"
+        "To fix it: give the directory that save_checkpoint wrote to, and a number that "
+        "jaxsync.list_checkpoints(directory) has; if one cannot be read, load the one before it.",
+    ),
+    (
+        errors.CheckpointWriteError(
+            directory="/runs/a",
+            reason="this one is of step 40, which is not the newest",
+            found=("there is 60",),
+        ),
+        OSError,
+        "No checkpoint could be saved in /runs/a: this one is of step 40, which is not the newest.\n"
+        "  - there is 60\n"
+        "To fix it: give each run a directory of its own that can be written to and has room; to go back "
+        "to an earlier step, go on in a new directory. The checkpoints that were there are as they were.",
+    ),
+    (
+        errors.CheckpointMismatchError(
+            path="/runs/a/60",
+            saved_with="0123456789abcdef" * 4,
+            loaded_with="fedcba9876543210" * 4,
+            problems=("params['w'] is float32[3]; the checkpoint has float32[4]",),
+        ),
+        ValueError,
+        "1 leaf does not fit: the checkpoint /runs/a/60 (plan 0123456789abcdef) is of another model or "
+        "optimizer than the step (plan fedcba9876543210).\n"
+        "  - params['w'] is float32[3]; the checkpoint has float32[4]\n"
+        "To fix it: load it with a step whose parameters and optimizer have these leaves; only devices, "
+        "mesh, specs and config may differ from those it was saved with.",
     ),
 ]
 CLASSES = [

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsync import make_mesh, make_plan
-from jaxsync.errors import DataShardedError, RegistrationError, SpecError
+from jaxsync.errors import RegistrationError, SpecError
 
 TREE = {"a": {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}, "c": [jnp.ones(2), None, jnp.ones(8)]}
 
@@ -108,11 +108,16 @@ def test_specs_that_are_no_prefix_are_refused(mesh) -> None:
         make_plan({"w": jnp.ones(4)}, mesh, {"w": "model"})
 
 
-def test_a_spec_over_a_data_axis_is_refused_for_now(mesh) -> None:
-    with pytest.raises(DataShardedError) as caught:
-        make_plan({"w": jnp.ones(4), "b": jnp.ones(3)}, mesh, {"w": P("data"), "b": P()})
-    assert caught.value.leaves == (("['w']", str(P("data"))),)
-    assert isinstance(caught.value, NotImplementedError)
+def test_a_spec_over_a_data_axis_says_along_which_dims_the_gradient_is_scattered(mesh) -> None:
+    specs = {"w": P(None, ("model", "data")), "v": P("data", "model"), "b": P()}
+    plan = make_plan({"w": jnp.ones((4, 16)), "v": jnp.ones((8, 2)), "b": jnp.ones(3)}, mesh, specs)
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    w, v, b = leaves["['w']"], leaves["['v']"], leaves["['b']"]
+    assert (w.local_shape, w.whole_shape, w.scatter_dims) == ((4, 2), (4, 8), ((1, ("data",)),))
+    assert (v.local_shape, v.whole_shape, v.scatter_dims) == ((2, 1), (8, 1), ((0, ("data",)),))
+    assert (b.local_shape, b.whole_shape, b.scatter_dims, b.reduce_axes) == ((3,), (3,), (), ("data",))
+    assert w.reduce_axes == v.reduce_axes == ()
+    assert (plan.num_all_reduces, plan.num_reduce_scatters) == (1, 2)
 
 
 def test_placed_arrays_keep_their_spec_and_others_are_replicated(mesh) -> None:

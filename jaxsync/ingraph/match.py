@@ -17,10 +17,11 @@ from jaxsync.plan import SyncPlan
 Rebuild = Callable[[Sequence[Any]], Any]
 
 
-def match_tree(tree: Any, plan: SyncPlan, name: str) -> tuple[list[Any], Rebuild]:
+def match_tree(tree: Any, plan: SyncPlan, name: str, *, is_whole: bool = False) -> tuple[list[Any], Rebuild]:
     """The leaves of `tree` in plan order, and the way back to its own structure.
 
-    A leaf that passes through may be missing (None) in the tree, or be of any dtype (float0).
+    A leaf that passes through may be missing (None) in the tree, or be of any dtype (float0). With `is_whole`
+    leaves are whole along the data axes, as local gradients are.
 
     Raises:
         TreeMismatchError: A synced leaf is missing, unknown, or has another shape or dtype.
@@ -33,7 +34,7 @@ def match_tree(tree: Any, plan: SyncPlan, name: str) -> tuple[list[Any], Rebuild
     leaves: list[Any] = [None] * len(plan.leaves)
     for index, value in zip(order, flat, strict=True):
         leaves[index] = value
-    _check_leaves(leaves, plan, name)
+    _check_leaves(leaves, plan, name, is_whole)
     synced = [
         jnp.asarray(value) if leaf.is_synced else value
         for leaf, value in zip(plan.leaves, leaves, strict=True)
@@ -60,32 +61,33 @@ def _order_by_path(tree: Any, plan: SyncPlan, name: str) -> tuple[list[int], lis
     return [index_of[path] for path in values], list(values.values())
 
 
-def _check_leaves(leaves: Sequence[Any], plan: SyncPlan, name: str) -> None:
+def _check_leaves(leaves: Sequence[Any], plan: SyncPlan, name: str, is_whole: bool) -> None:
     problems = [
         f"{name}{leaf.path} {problem}"
         for leaf, value in zip(plan.leaves, leaves, strict=True)
         if leaf.is_synced
-        for problem in _problems(leaf, value, plan)
+        for problem in _problems(leaf, value, plan, is_whole)
     ]
     if problems:
         raise TreeMismatchError(problems=tuple(problems))
 
 
-def _problems(leaf: Leaf, value: Any, plan: SyncPlan) -> Iterator[str]:
+def _problems(leaf: Leaf, value: Any, plan: SyncPlan, is_whole: bool) -> Iterator[str]:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         yield f"is a {type(value).__name__}, no array"
         return
     if canonical_dtype(value) != leaf.dtype:
         yield f"has dtype {value.dtype}; the plan has {leaf.dtype}"
-    wanted = _shapes_here(leaf, plan)
+    wanted = _shapes_here(leaf, plan, is_whole)
     if tuple(value.shape) not in wanted:
         yield f"has shape {tuple(value.shape)}; the plan has {wanted[0]}"
 
 
-def _shapes_here(leaf: Leaf, plan: SyncPlan) -> list[tuple[int, ...]]:
+def _shapes_here(leaf: Leaf, plan: SyncPlan, is_whole: bool) -> list[tuple[int, ...]]:
     """The shard over the axes that are manual here; or over all, as when pmap runs one model column."""
     if not leaf.spec_axes:
         return [leaf.shape]
-    bound = [axis for axis in leaf.spec_axes if is_bound(axis)]
+    whole = leaf.scatter_axes if is_whole else ()
+    bound = [axis for axis in leaf.spec_axes if is_bound(axis) and axis not in whole]
     here = local_shape(leaf.shape, leaf.spec, axis_sizes(plan.mesh), bound)
-    return list(dict.fromkeys([here, leaf.local_shape]))
+    return list(dict.fromkeys([here, leaf.whole_shape if is_whole else leaf.local_shape]))

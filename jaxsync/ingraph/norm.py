@@ -13,6 +13,7 @@ from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import check_reduced, is_bound
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.packed import is_packed
+from jaxsync.ingraph.shards import is_shard
 from jaxsync.plan import SyncPlan
 
 
@@ -56,11 +57,8 @@ def global_norm(grads: Any, plan: SyncPlan) -> jax.Array:
 
 def _arrays(grads: Any, plan: SyncPlan) -> list[tuple[tuple[str, ...], jax.Array]]:
     """Gradients in few arrays, each with the mesh axes it is a shard over."""
-    if is_packed(grads):  # by a train step, which has checked it; what is sharded is kept apart there
-        return [
-            (_shard_axes(plan, slot[0], array.shape) if len(slot) == 1 else (), array)
-            for slot, array in zip(grads.layout.slots, grads.arrays, strict=True)
-        ]
+    if is_kept(grads):  # by a train step or a sharded optimizer, which have checked it: global arrays
+        return [((), array) for array in jax.tree.leaves(grads)]
     leaves, _ = match_tree(grads, plan, "grads")
     check_reduced(plan.leaves, leaves, "global_norm")
     manifest = reduce.make_manifest(plan, leaves)
@@ -84,8 +82,8 @@ def clip(grads: Any, max_norm: float, plan: SyncPlan) -> Any:
     """Synced gradients scaled down together so that their global norm is at most `max_norm`."""
     norm = global_norm(grads, plan)
     factor = jnp.where(norm > max_norm, max_norm / norm, jnp.ones((), norm.dtype))
-    if is_packed(grads):
-        return grads.with_arrays([_scale(array, factor) for array in grads.arrays])
+    if is_kept(grads):
+        return jax.tree.map(lambda array: _scale(array, factor), grads)
     leaves, rebuild = match_tree(grads, plan, "grads")
     return rebuild(
         [
@@ -99,3 +97,9 @@ def _scale(value: jax.Array, factor: jax.Array) -> jax.Array:
     # In wide floats: a factor below 6e-8 would be 0 as a float16.
     wide = value.astype(wide_dtype(str(value.dtype)))
     return (wide * factor.astype(wide.dtype)).astype(value.dtype)
+
+
+def is_kept(grads: Any) -> bool:
+    """Whether gradients are packed, or parts of them cut."""
+    found = jax.tree.leaves(grads, is_leaf=lambda x: is_packed(x) or is_shard(x))
+    return any(is_packed(x) or is_shard(x) for x in found)

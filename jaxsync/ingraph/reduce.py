@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxsync.buckets import Bucket
 from jaxsync.ingraph.packed import join, split
+from jaxsync.ingraph.shards import Cut, reduce_scatter, split_parts
 from jaxsync.plan import SyncPlan
 
 
@@ -49,7 +50,7 @@ def _groups(plan: SyncPlan, bucket: Bucket, leaves: Sequence[jax.Array | None]) 
     groups: dict[object, list[int]] = {}
     for i in bucket.leaves:
         if (leaf := leaves[i]) is not None:
-            is_local = leaf.shape == plan.leaves[i].local_shape
+            is_local = leaf.shape == plan.leaves[i].whole_shape
             groups.setdefault(jax.typeof(leaf).manual_axis_type if is_local else i, []).append(i)
     return [tuple(group) for group in groups.values()]
 
@@ -70,11 +71,18 @@ def _pack_one(cargo: Cargo, leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def unpack(
-    manifest: Sequence[Cargo], packed: Sequence[jax.Array], leaves: Sequence[jax.Array]
+    manifest: Sequence[Cargo],
+    packed: Sequence[jax.Array],
+    cuts: Sequence[Sequence[Cut]],
+    leaves: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """`leaves` with every packed leaf replaced; what no cargo carries stays as it is."""
+    """`leaves` with every packed leaf replaced, by its part if it is cut; what is in no cargo stays."""
     result = list(leaves)
-    for cargo, array in zip(manifest, packed, strict=True):
+    for cargo, array, own in zip(manifest, packed, cuts, strict=True):
+        for cut, part in zip(own, split_parts(array, own), strict=True):
+            result[cut.slot[0]] = part
+        if own:
+            continue
         for i, leaf in zip(cargo.leaves, split(array, cargo.shapes), strict=True):
             result[i] = leaf
     return result
@@ -107,6 +115,40 @@ def all_reduce_with(
     summed = _psum(operands, axes_of)
     summed[host], rider = jnp.split(summed[host], [packed[host].size])
     return summed, rider
+
+
+def group_cuts(manifest: Sequence[Cargo], cuts: Sequence[Cut]) -> list[tuple[Cut, ...]]:
+    """The cuts of what each cargo holds: of all its leaves, or none."""
+    cut_of = {cut.slot[0]: cut for cut in cuts}
+    return [tuple(cut_of[i] for i in cargo.leaves if i in cut_of) for cargo in manifest]
+
+
+def reduce_all(
+    manifest: Sequence[Cargo],
+    packed: Sequence[jax.Array],
+    cuts: Sequence[Sequence[Cut]],
+    rider: jax.Array | None = None,
+    rider_axes: Sequence[str] = (),
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The sums over devices of packed gradients (of those with cuts, this device's parts), and of a rider.
+
+    Collectives: one reduce-scatter for each array with cuts, and one all-reduce of its parts if not all data
+    axes are cut; those of `all_reduce_with` for the others.
+    """
+    found: dict[int, jax.Array] = {}
+    for k, own in enumerate(cuts):
+        if own:
+            parts = reduce_scatter(packed[k], own)
+            others = tuple(axis for axis in own[0].plan.data_axes if axis not in own[0].axes)
+            found[k] = lax.psum(parts, others) if others else parts
+    whole = [k for k, own in enumerate(cuts) if not own]
+    cargoes, arrays = [manifest[k] for k in whole], [packed[k] for k in whole]
+    if rider is None:
+        summed = all_reduce(cargoes, arrays)
+    else:
+        summed, rider = all_reduce_with(cargoes, arrays, rider, rider_axes)
+    found |= dict(zip(whole, summed, strict=True))
+    return [found[k] for k in range(len(packed))], rider
 
 
 def _psum(operands: Sequence[jax.Array], axes_of: Sequence[tuple[str, ...]]) -> list[jax.Array]:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsync.errors import ConfigError
-from jaxsync.workloads.workload import Batch, Params, import_extra, mean_cross_entropy, normal, shuffled_rows
+from jaxsync.extras import import_extra
+from jaxsync.workloads.workload import Batch, Params, mean_cross_entropy, normal, shuffled_rows
 
 _NUM_PIXELS = 64
 _NUM_CLASSES = 10

@@ -36,6 +36,9 @@ class TrainConfig:
         seed: Of the first parameters and the order of the rows.
         transform: What the step is made with.
         report_every: Steps from one look at the loss to the next. A look waits for the devices.
+        checkpoint_dir: Where checkpoints are written, one directory a run; empty writes none.
+        checkpoint_every: Steps from one checkpoint to the next; the last step makes one too. The newest
+            three stay.
     """
 
     steps: int
@@ -47,11 +50,13 @@ class TrainConfig:
     seed: int = 0
     transform: Literal["shard_map", "pmap"] = "shard_map"
     report_every: int = 20
+    checkpoint_dir: str = ""
+    checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} = {getattr(self, name)}: wanted 1 or more"
-            for name in ("steps", "batch_size", "accumulate", "report_every")
+            for name in ("steps", "batch_size", "accumulate", "report_every", "checkpoint_every")
             if getattr(self, name) < 1
         ]
         if not 0 < self.learning_rate < math.inf:  # also refuses nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsync.audit import audit
+from jaxsync.checkpoint import inspect_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from jaxsync.devices import simulate_devices
 from jaxsync.errors import ConfigError
+from jaxsync.extras import import_extra
 from jaxsync.host.launcher import guard_dispatch
 from jaxsync.ingraph.grads import value_and_grad
 from jaxsync.mesh import make_mesh
@@ -24,7 +27,7 @@ from jaxsync.train_state import TrainState
 from jaxsync.workloads.charlm import Charlm, CharlmModel
 from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, ModelConfig, TrainConfig
-from jaxsync.workloads.workload import Batch, Params, Workload, import_extra
+from jaxsync.workloads.workload import Batch, Params, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,8 @@ class Progress:
     Attributes:
         step: Steps done.
         loss: The mean training loss of the last of them.
-        num_skipped: Steps so far that changed nothing because the loss or a gradient was not finite.
+        num_skipped: Steps of this run so far that changed nothing because the loss or a gradient was not
+            finite.
         steps_per_s: Since the first step was ready; None while there is no second.
     """
 
@@ -52,8 +56,8 @@ class TrainResult:
         workload: Its name.
         metrics: What the workload measured on held-out data, by name.
         final_loss: The mean training loss of the last batch.
-        steps: Steps done, skipped ones included.
-        num_skipped: Steps that changed nothing because the loss or a gradient was not finite.
+        steps: Steps done, skipped ones and those before a checkpoint included.
+        num_skipped: Steps of this run that changed nothing because the loss or a gradient was not finite.
         steps_per_s: Without the first step, and so without compiling; None if there was only one.
         collectives_per_step: Collective instructions of the compiled step that run once a step.
         collectives_in_loop: Those inside loops of the compiled step, which run any number of times.
@@ -83,21 +87,30 @@ class PreparedJob:
     workload: Workload
     plan: SyncPlan
     step: TrainStep
+    resume: int | None
 
 
-def prepare_job(config: JobConfig) -> PreparedJob:
+def prepare_job(config: JobConfig, *, resume: bool = False) -> PreparedJob:
     """Data, plan and step of a job. Simulates the job's devices; compiles and trains nothing.
+
+    Args:
+        config: The job.
+        resume: Whether to go on from the newest checkpoint in `train.checkpoint_dir`. With the same config
+            and devices the losses are then those of a run that was never interrupted, bit for bit.
 
     Raises:
         MissingExtraError: optax, or what the data needs, is not installed.
         BackendStartedError: JAX has made other devices than the job simulates.
         DeviceCountError: There are fewer devices than the mesh needs.
-        ConfigError: The data set does not fit the job.
+        ConfigError: The data set does not fit the job; or the checkpoints do not: there are some without
+            `resume`, or none are asked for with it, or the newest is of the last step.
+        CheckpointReadError: `resume`, and there is no checkpoint.
         MeshError: `transform = "pmap"` and the mesh has more than one axis.
         DispatchError: `sync.max_in_flight` cannot work.
     """
     train = config.train
     tx = make_optimizer(train)
+    start = find_start(train, resume=resume)
     if config.devices:
         simulate_devices(config.devices)
     mesh = make_mesh(config.mesh)
@@ -107,7 +120,39 @@ def prepare_job(config: JobConfig) -> PreparedJob:
         raise ConfigError(source=f"the {config.workload} job", problems=(problem,))
     plan = make_plan(workload.init_params(train.seed), mesh, config=config.sync)
     step = make_train_step(workload.loss_fn, tx, plan, accumulate=train.accumulate, transform=train.transform)
-    return PreparedJob(config=config, workload=workload, plan=plan, step=step)
+    return PreparedJob(config=config, workload=workload, plan=plan, step=step, resume=start)
+
+
+def find_start(config: TrainConfig, *, resume: bool) -> int | None:
+    """The number of the checkpoint to go on from; None to start anew.
+
+    Raises:
+        MissingExtraError: Checkpoints are asked for, and Orbax is not installed.
+        ConfigError: As for `prepare_job`.
+        CheckpointReadError: As for `prepare_job`.
+    """
+    if not config.checkpoint_dir:
+        if resume:
+            raise _checkpoint_dir_error("", "wanted the directory to resume from (--checkpoints DIR)")
+        return None
+    there = list_checkpoints(config.checkpoint_dir)
+    if resume and not there:
+        inspect_checkpoint(config.checkpoint_dir)  # says what is in the directory instead
+    if there and not resume:
+        problem = (
+            f"has checkpoints up to step {there[-1]}; go on from there (--resume), or give another directory"
+        )
+        raise _checkpoint_dir_error(config.checkpoint_dir, problem)
+    if there and there[-1] >= config.steps:
+        problem = (
+            f"its newest checkpoint is of step {there[-1]}, and train.steps = {config.steps}: nothing is left"
+        )
+        raise _checkpoint_dir_error(config.checkpoint_dir, problem)
+    return there[-1] if there else None
+
+
+def _checkpoint_dir_error(directory: str, problem: str) -> ConfigError:
+    return ConfigError(source="the job", problems=(f"train.checkpoint_dir = {directory!r}: {problem}",))
 
 
 def load_workload(model: ModelConfig) -> Workload:
@@ -144,9 +189,14 @@ def run_job(job: PreparedJob, on_progress: Callable[[Progress], None] = lambda p
     Args:
         job: From `prepare_job`.
         on_progress: Called after the first step, every `report_every` steps and after the last one.
+
+    Raises:
+        CheckpointReadError: The checkpoint to go on from cannot be read.
+        CheckpointMismatchError: It is of another model or optimizer.
+        CheckpointWriteError: A checkpoint cannot be written.
     """
     workload, plan, train = job.workload, job.plan, job.config.train
-    state = job.step.init(workload.init_params(train.seed))
+    state = _first_state(job)
     sample = next(workload.batches(train.batch_size, train.seed))
     report = audit(job.step, state, sample)
     state, last = _train(job, state, on_progress)
@@ -166,18 +216,28 @@ def run_job(job: PreparedJob, on_progress: Callable[[Progress], None] = lambda p
     )
 
 
+def _first_state(job: PreparedJob) -> TrainState:
+    train = job.config.train
+    if job.resume is None:
+        return job.step.init(job.workload.init_params(train.seed))
+    return load_checkpoint(train.checkpoint_dir, job.step, number=job.resume)
+
+
 def _train(
     job: PreparedJob, state: TrainState, on_progress: Callable[[Progress], None]
 ) -> tuple[TrainState, Progress]:
     """All steps. Only those that are looked at are awaited; the step itself bounds how many are in flight."""
     config = job.config.train
-    batches = job.workload.batches(config.batch_size, config.seed)
+    start = job.resume or 0
+    # Batch n is that of step n, whether or not the steps before it were in this run.
+    batches = itertools.islice(job.workload.batches(config.batch_size, config.seed), start, None)
     flags: list[jax.Array] = []  # of the steps since the last look
     num_skipped, ready_s = 0, 0.0
-    for number in range(1, config.steps + 1):
+    for number in range(start + 1, config.steps + 1):
         state, metrics = job.step(state, next(batches))
         flags.append(metrics["finite"])
-        if number not in (1, config.steps) and number % config.report_every:
+        _save_if_due(config, state, number)
+        if number not in (start + 1, config.steps) and number % config.report_every:
             continue
         jax.block_until_ready((state, metrics))
         now_s = time.perf_counter()
@@ -188,10 +248,17 @@ def _train(
             step=number,
             loss=float(metrics["loss"]) / _num_summed(job.plan),
             num_skipped=num_skipped,
-            steps_per_s=(number - 1) / (now_s - ready_s) if number > 1 else None,
+            steps_per_s=(number - start - 1) / (now_s - ready_s) if number > start + 1 else None,
         )
         on_progress(progress)
     return state, progress
+
+
+def _save_if_due(config: TrainConfig, state: TrainState, number: int) -> None:
+    """Starts a checkpoint; the next one waits for it. Only the last is awaited."""
+    is_last = number == config.steps
+    if config.checkpoint_dir and (is_last or number % config.checkpoint_every == 0):
+        save_checkpoint(config.checkpoint_dir, state, wait=is_last)
 
 
 def gradient_error(workload: Workload, plan: SyncPlan, params: Params, batch: Batch) -> float:

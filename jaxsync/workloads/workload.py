@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-
-from jaxsync.errors import MissingExtraError
 
 Params = Any
 Batch = dict[str, npt.NDArray[Any]]
@@ -84,23 +81,3 @@ def mean_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """
     log_p = jax.nn.log_softmax(logits)
     return jnp.negative(jnp.take_along_axis(log_p, labels[..., None], axis=-1).mean())
-
-
-def import_extra(module: str, *, package: str, feature: str) -> Any:
-    """The module of an optional dependency.
-
-    Args:
-        module: What to import, such as `"sklearn.datasets"`.
-        package: What to install for it, such as `"scikit-learn"`.
-        feature: What needs it, for the message.
-
-    Raises:
-        MissingExtraError: It cannot be imported.
-
-    >>> import_extra("optax", package="optax", feature="training").__name__
-    'optax'
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtraError(feature=feature, package=package, extra="train") from error

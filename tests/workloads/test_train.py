@@ -13,7 +13,14 @@ import optax
 import pytest
 
 import jaxsync
-from jaxsync.errors import BackendStartedError, ConfigError, DeviceCountError, DispatchError, MeshError
+from jaxsync.errors import (
+    BackendStartedError,
+    CheckpointReadError,
+    ConfigError,
+    DeviceCountError,
+    DispatchError,
+    MeshError,
+)
 from jaxsync.workloads.charlm import CharlmModel
 from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, TrainConfig
@@ -187,3 +194,90 @@ def test_what_cannot_run_is_refused_before_anything_is_compiled(
 ) -> None:
     with pytest.raises(error):
         prepare_job(job)
+
+
+class Interrupted(Exception):
+    """Ends a run at a step, as Ctrl-C would."""
+
+
+def losses_of(job: JobConfig, *, resume: bool = False, until: int | None = None) -> dict[int, float]:
+    found: dict[int, float] = {}
+
+    def note(progress: Progress) -> None:
+        found[progress.step] = progress.loss
+        if progress.step == until:
+            raise Interrupted
+
+    prepared = prepare_job(job, resume=resume)
+    if until is None:
+        run_job(prepared, note)
+    else:
+        with pytest.raises(Interrupted):
+            run_job(prepared, note)
+    return found
+
+
+CHARLM = JobConfig(
+    workload="charlm",
+    mesh={"data": 8},
+    train=TrainConfig(steps=3, batch_size=16, learning_rate=1e-2),
+    model=CharlmModel(context=16, width=16, num_heads=2, num_blocks=1),
+)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [SMALL, with_train(SMALL, transform="pmap"), with_train(SMALL, accumulate=2), CHARLM],
+    ids=["digits", "pmap", "accumulate", "charlm"],
+)
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(job: JobConfig, tmp_path: Path) -> None:
+    steps = {"steps": 12, "report_every": 1, "checkpoint_every": 4}
+    wanted = losses_of(with_train(job, **steps))
+    job = with_train(job, **steps, checkpoint_dir=str(tmp_path))
+    assert losses_of(job, until=6) == {step: wanted[step] for step in range(1, 7)}
+    assert losses_of(job, resume=True, until=11) == {step: wanted[step] for step in range(5, 12)}
+    assert losses_of(job, resume=True) == {step: wanted[step] for step in range(9, 13)}
+    assert jaxsync.list_checkpoints(tmp_path) == (4, 8, 12)
+
+
+def test_a_run_goes_on_with_other_devices(tmp_path: Path) -> None:
+    job = with_train(SMALL, steps=8, report_every=1, checkpoint_every=4)
+    wanted = losses_of(job)
+    job = with_train(job, checkpoint_dir=str(tmp_path))
+    losses_of(job, until=5)
+    found = losses_of(dataclasses.replace(job, mesh={"data": 2}), resume=True)
+    np.testing.assert_allclose(list(found.values()), [wanted[step] for step in range(5, 9)], rtol=1e-5)
+
+
+def test_a_resumed_run_reports_all_steps_and_its_own_speed(tmp_path: Path) -> None:
+    job = with_train(SMALL, steps=6, report_every=2, checkpoint_every=3, checkpoint_dir=str(tmp_path))
+    losses_of(job, until=4)
+    seen: list[Progress] = []
+    result = run_job(prepare_job(job, resume=True), seen.append)
+    assert [progress.step for progress in seen] == [4, 6]
+    assert [progress.steps_per_s is None for progress in seen] == [True, False]
+    assert result.steps == 6
+
+
+def test_checkpoints_that_do_not_fit_the_run_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare_job(SMALL, resume=True)
+    assert caught.value.problems == (
+        "train.checkpoint_dir = '': wanted the directory to resume from (--checkpoints DIR)",
+    )
+    job = with_train(SMALL, checkpoint_dir=str(tmp_path))
+    with pytest.raises(CheckpointReadError, match="there is no checkpoint in it"):
+        prepare_job(job, resume=True)
+    run_job(prepare_job(job))
+    with pytest.raises(ConfigError) as caught:
+        prepare_job(job)
+    assert caught.value.problems == (
+        f"train.checkpoint_dir = {str(tmp_path)!r}: has checkpoints up to step 3; go on from there "
+        "(--resume), or give another directory",
+    )
+    with pytest.raises(ConfigError) as caught:
+        prepare_job(job, resume=True)
+    assert caught.value.problems == (
+        f"train.checkpoint_dir = {str(tmp_path)!r}: its newest checkpoint is of step 3, and train.steps = 3: "
+        "nothing is left",
+    )

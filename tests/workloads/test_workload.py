@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxsync.errors import MissingExtraError
-from jaxsync.workloads.workload import import_extra, mean_cross_entropy, shuffled_rows
+from jaxsync.extras import import_extra
+from jaxsync.workloads.workload import mean_cross_entropy, shuffled_rows
 
 
 def test_an_epoch_has_each_row_at_most_once_and_drops_its_remainder() -> None:
