@@ -117,7 +117,7 @@ def test_a_hundred_small_leaves_are_one_collective_of_four_operands() -> None:
     step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), jaxsync.make_plan(params, mesh))
     state = step.init(params)
     [collective] = jaxsync.audit(step, state, np.ones(8, np.float32)).collectives
-    assert collective.num_operands == 5  # the loss is the fifth
+    assert collective.num_operands == 4  # the loss rides in one of them
 
 
 def test_three_rows_over_four_devices_are_refused_and_not_run_on_three() -> None:
