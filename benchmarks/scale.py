@@ -21,7 +21,7 @@ import jax
 import measure
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from measure import Spread, Verdict
 
@@ -41,7 +41,7 @@ COUNTED = {
 
 def measure_point(num_leaves: int, devices: int, repeats: int) -> dict[str, Any]:
     """Milliseconds of planning and lowering for one tree on one mesh."""
-    mesh = AbstractMesh((devices,), (AXIS,))
+    mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
     grads = {f"w{index:05d}": jax.ShapeDtypeStruct((LEAF_SIZE,), "float32") for index in range(num_leaves)}
     plan = jaxsync.make_plan(grads, mesh)
     forms = {
