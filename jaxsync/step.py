@@ -19,7 +19,7 @@ from jaxsync.host.launcher import (
     resolve_window,
 )
 from jaxsync.ingraph.axes import declared_synced
-from jaxsync.ingraph.elementwise import is_alike, locate
+from jaxsync.ingraph.elementwise import choose_layout, state_specs
 from jaxsync.ingraph.grads import (
     Local,
     LossFn,
@@ -31,7 +31,7 @@ from jaxsync.ingraph.grads import (
     sync_local,
 )
 from jaxsync.ingraph.match import match_tree
-from jaxsync.ingraph.packed import Layout, Packed, make_layout
+from jaxsync.ingraph.packed import Layout, Packed
 from jaxsync.ingraph.sharded import ShardedOptimizer
 from jaxsync.ingraph.shards import Shard, is_shard
 from jaxsync.mesh import format_mesh
@@ -157,8 +157,7 @@ class TrainStep:
         """How parameters are kept: fused, if the optimizer gives the same numbers for that."""
         if self._sharded is not None:
             return self._sharded.layout
-        fused = make_layout(self.plan)
-        return fused if fused.is_fused and is_alike(self._tx, fused) else make_layout(self.plan, fuse=False)
+        return choose_layout(self._tx, self.plan)
 
     def _trained(self, packed: Packed) -> Any:
         """What the optimizer sees: the packed parameters if any are fused, else the tree.
@@ -186,15 +185,10 @@ class TrainStep:
         if self._sharded is not None:
             opt_specs = self._sharded.state_specs(shapes.packed_opt_state)
         else:
-            places = locate(shapes.packed_opt_state, self._trained(shapes.packed_params))
-            own = [PartitionSpec() if k is None else self._layout.specs.arrays[k] for _, k in places]
-            opt_specs = jax.tree.unflatten(jax.tree.structure(shapes.packed_opt_state), own)
+            trained = self._trained(shapes.packed_params)
+            opt_specs = state_specs(shapes.packed_opt_state, trained, self._layout.specs.arrays)
             # Of an optimizer in the chain that is sharded.
-            opt_specs = jax.tree.map(
-                lambda x: Shard(array=x.cut.spec, cut=x.cut) if is_shard(x) else x,
-                opt_specs,
-                is_leaf=is_shard,
-            )
+            opt_specs = jax.tree.map(_own_spec, opt_specs, is_leaf=is_shard)
         specs = (PartitionSpec(), self._layout.specs, opt_specs)
         return TrainState.tree_unflatten(
             None, jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)

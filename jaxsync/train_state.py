@@ -104,9 +104,8 @@ def _is_kept(x: Any) -> bool:
 
 def _show(name: str, tree: Any) -> Any:
     arrays = jax.tree.leaves(tree)
-    if any(
-        isinstance(x, np.ndarray | np.generic) for x in arrays
-    ):  # a state on the host is shown on the host
+    # A state on the host is shown on the host.
+    if any(isinstance(x, np.ndarray | np.generic) for x in arrays):
         return jax.device_get(unpack_all(gather_all(jax.tree.map(_place_parts, tree, is_leaf=is_shard))))
     if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in arrays):
         return unpack_all(gather_all(tree))

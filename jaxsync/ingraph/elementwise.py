@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import PartitionSpec
 from jax.tree_util import SequenceKey
 
-from jaxsync.ingraph.packed import Layout
+from jaxsync.ingraph.packed import Layout, make_layout
 from jaxsync.plan import SyncPlan
 
 # Operations that compute each element of the result from the same element of the operands.
@@ -165,6 +166,12 @@ def is_alike(tx: Any, layout: Layout) -> bool:
         return not find_differences(tx, layout.plan, tree, packed, layout.slots)
     except Exception:  # whatever the optimizer raises
         return False
+
+
+def choose_layout(tx: Any, plan: SyncPlan) -> Layout:
+    """How a step with this optimizer keeps parameters: fused, if that gives the same numbers."""
+    fused = make_layout(plan)
+    return fused if fused.is_fused and is_alike(tx, fused) else make_layout(plan, fuse=False)
 
 
 def trained_shapes(plan: SyncPlan) -> Any:
@@ -312,6 +319,18 @@ def locate(state: Any, params: Any) -> list[tuple[str, int | None]]:
         is_like = k is not None and shape == x.shape
         places.append((jax.tree_util.keystr(path[:start] if is_like else path), k if is_like else None))
     return places
+
+
+def state_specs(state: Any, params: Any, specs: Sequence[PartitionSpec]) -> Any:
+    """How the leaves of a state are sharded: like the parameter they belong to, or not at all.
+
+    Args:
+        state: The state of an optimizer, as shapes.
+        params: What the optimizer was given, as shapes.
+        specs: The spec of each leaf of `params`.
+    """
+    own = [PartitionSpec() if k is None else specs[k] for _, k in locate(state, params)]
+    return jax.tree.unflatten(jax.tree.structure(state), own)
 
 
 @jax.tree_util.register_pytree_with_keys_class

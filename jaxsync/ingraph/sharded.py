@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsync.errors import ArgumentError, MeshError, NotElementwiseError
-from jaxsync.ingraph.elementwise import find_differences, is_alike, locate, trained_shapes
-from jaxsync.ingraph.packed import Layout, Packed, make_layout
+from jaxsync.ingraph.elementwise import choose_layout, find_differences, state_specs, trained_shapes
+from jaxsync.ingraph.packed import Layout, Packed
 from jaxsync.ingraph.shards import Cut, Shard, all_gather, holds_array, is_shard, own_part
 from jaxsync.mesh import format_mesh
 from jaxsync.plan import SyncPlan
@@ -29,10 +29,9 @@ class ShardedOptimizer:
     """
 
     def __init__(self, inner: Any, plan: SyncPlan) -> None:
-        fused = make_layout(plan)
         self.plan = plan
         self.inner = inner
-        self.layout = fused if fused.is_fused and is_alike(inner, fused) else make_layout(plan, fuse=False)
+        self.layout = choose_layout(inner, plan)
         self.cuts = _make_cuts(self.layout)
         self._check_elementwise()
 
@@ -63,9 +62,7 @@ class ShardedOptimizer:
     def state_specs(self, state: Any) -> Any:
         """How the leaves of a state of the inner optimizer are sharded."""
         parts = Packed(layout=self.layout, arrays=self.shapes, rest=(None,) * len(self.layout.rest))
-        places = locate(state, self.view(parts))
-        specs = [PartitionSpec() if k is None else self.specs[k] for _, k in places]
-        return jax.tree.unflatten(jax.tree.structure(state), specs)
+        return state_specs(state, self.view(parts), self.specs)
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
