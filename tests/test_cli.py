@@ -19,7 +19,9 @@ import pytest
 
 import jaxsync
 from jaxsync import SyncConfig
-from jaxsync.cli import format_result, format_tune_result, main
+from jaxsync.cli import main
+from jaxsync.cli.train import format_result
+from jaxsync.cli.tune import format_tune_result
 from jaxsync.workloads.subject import importing_from, load_subject
 from jaxsync.workloads.train import TrainResult
 from jaxsync.workloads.tune import Measurement, TuneResult, make_candidates, tune_file
@@ -60,7 +62,7 @@ def test_a_run_prints_its_report_on_stdout_and_the_bar_on_stderr(capsys: pytest.
 
 
 def test_json_is_one_object_on_stdout_and_nothing_else() -> None:
-    done = run_process("-m", "jaxsync.cli", "train", DIGITS, "--json", *SHORT)
+    done = run_process("-m", "jaxsync", "train", DIGITS, "--json", *SHORT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)

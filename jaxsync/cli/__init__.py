@@ -1,0 +1,55 @@
+"""The command line: `jaxsync COMMAND`, one module a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import jaxsync
+from jaxsync.cli import train, tune
+from jaxsync.errors import JaxsyncError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+_COMMANDS = (train, tune)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        argv: The arguments; by default those of the process.
+
+    Returns:
+        0 if all went well; 2 if the job cannot run, after one message on stderr; 130 if it was interrupted.
+
+    Raises:
+        SystemExit: From argparse: 0 after `--help` and `--version`, 2 if the arguments make no sense.
+
+    >>> main(["train", "configs/digits.toml", "--set", "train.steps=0"])
+    2
+    """
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_ERROR
+    try:
+        args.run(args)
+    except JaxsyncError as error:
+        print(f"jaxsync: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt as error:
+        print(f"jaxsync: {str(error) or 'interrupted'}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxsync", description="Gradient synchronisation for JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxsync {jaxsync.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser

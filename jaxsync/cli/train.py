@@ -1,0 +1,156 @@
+"""`jaxsync train CONFIG`: trains a small model, and reports what the sync cost."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxsync.checkpoint import list_checkpoints
+from jaxsync.cli.arguments import add_job_arguments
+from jaxsync.extras import import_extra
+from jaxsync.plan import SyncPlan
+from jaxsync.report import format_bytes
+from jaxsync.workloads.job import JobConfig
+from jaxsync.workloads.train import PreparedJob, Progress, TrainResult, prepare_job, run_job
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of the command line."""
+    train = commands.add_parser(
+        "train",
+        help="train a small model on a mesh of devices, and report what the sync cost and how exact it was",
+        description="Trains the job in a TOML file, such as configs/digits.toml.",
+    )
+    train.set_defaults(run=_train)
+    add_job_arguments(train)
+    train.add_argument("--dry-run", action="store_true", help="print the sync plan and train nothing")
+    train.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        help="write checkpoints to this directory, which is the run's own (train.checkpoint_dir)",
+    )
+    train.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint of that directory"
+    )
+
+
+def _train(args: argparse.Namespace) -> None:
+    overrides = list(args.overrides)
+    if args.checkpoints is not None:
+        overrides.append(f"train.checkpoint_dir={json.dumps(args.checkpoints)}")  # also a TOML string
+    config = JobConfig.from_toml(args.config, overrides)
+    job = prepare_job(config, resume=args.resume)
+    try:
+        _run_train(args, job)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_resume(args, config)) from None
+
+
+def _how_to_resume(args: argparse.Namespace, config: JobConfig) -> str:
+    directory = config.train.checkpoint_dir
+    there = list_checkpoints(directory) if directory else ()
+    if not there:
+        return "interrupted"
+    arguments = [args.config, *(f"--set={override}" for override in args.overrides)]
+    if args.checkpoints is not None:
+        arguments += ["--checkpoints", args.checkpoints]
+    arguments += ["--json"] if args.json else []
+    command = shlex.join(["jaxsync", "train", *arguments, "--resume"])
+    return f"interrupted; to go on from step {there[-1]}: {command}"
+
+
+def _run_train(args: argparse.Namespace, job: PreparedJob) -> None:
+    config = job.config
+    if args.dry_run:
+        print(json.dumps(_plan_as_json(job.plan)) if args.json else job.plan)
+    elif args.json:
+        print(json.dumps(_result_as_json(run_job(job))))
+    else:
+        with _progress_bar(config, job.resume or 0) as on_progress:
+            result = run_job(job, on_progress)
+        print(format_result(result))
+
+
+@contextlib.contextmanager
+def _progress_bar(config: JobConfig, start: int) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr, and what moves it."""
+    console = import_extra("rich.console", package="rich", feature="The progress bar").Console(stderr=True)
+    bars = import_extra("rich.progress", package="rich", feature="The progress bar")
+    columns = [
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} steps/s"),
+        bars.TimeRemainingColumn(),
+    ]
+    with bars.Progress(*columns, console=console) as bar:
+        task = bar.add_task(config.workload, total=config.train.steps, completed=start, loss="-", speed="-")
+
+        def move(progress: Progress) -> None:
+            speed = "-" if progress.steps_per_s is None else f"{progress.steps_per_s:.1f}"
+            bar.update(task, completed=progress.step, loss=f"{progress.loss:.4f}", speed=speed)
+
+        yield move
+
+
+def format_result(result: TrainResult) -> str:
+    """The report of a run: one aligned line a figure."""
+    speed = "-" if result.steps_per_s is None else f"{result.steps_per_s:.1f} (without the first)"
+    collectives = str(result.collectives_per_step)
+    if result.collectives_in_loop:
+        collectives += f", and {result.collectives_in_loop} in loops, which run more than once"
+    rows = [(name.replace("_", " "), _format_metric(name, value)) for name, value in result.metrics.items()]
+    rows += [
+        ("final training loss", f"{result.final_loss:.4f}"),
+        ("steps", f"{result.steps} on {result.num_devices} devices"),
+        ("steps skipped as not finite", str(result.num_skipped)),
+        ("steps/s", speed),
+        ("collectives per step", collectives),
+        (
+            "bytes synced per step",
+            f"{result.bytes_synced_per_step} ({format_bytes(result.bytes_synced_per_step)})",
+        ),
+        ("largest gradient difference", f"{result.gradient_error:.1e} of the norm, to one device"),
+    ]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label.ljust(width)}  {value}" for label, value in rows)
+
+
+def _format_metric(name: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.3f}"
+
+
+def _result_as_json(result: TrainResult) -> dict[str, Any]:
+    fields = dataclasses.asdict(result)
+    flat = {"workload": fields.pop("workload"), **fields.pop("metrics"), **fields}
+    # JSON has no NaN: a loss that is not finite is null.
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in flat.items()
+    }
+
+
+def _plan_as_json(plan: SyncPlan) -> dict[str, Any]:
+    return {
+        "mesh": dict(plan.mesh.shape),
+        "data_axes": plan.data_axes,
+        "reduce": plan.config.reduce,
+        "num_leaves": len(plan.leaves),
+        "num_all_reduces": plan.num_all_reduces,
+        "num_bytes": plan.num_bytes,
+        "buckets": [
+            {
+                "leaves": [plan.leaves[i].path for i in bucket.leaves],
+                "dtype": bucket.dtype,
+                "bytes": bucket.num_bytes,
+            }
+            for bucket in plan.buckets
+        ],
+        "fingerprint": plan.fingerprint,
+    }
