@@ -36,6 +36,11 @@ class SyncConfig:
         bucket_max_leaves: At most so many leaves are fused into one bucket; more cost compile time.
         bucket_max_bytes: At most so many bytes are fused into one bucket.
         shard_min_bytes: `shard_optimizer` keeps the state of a smaller bucket whole on every device.
+        reshard_after_forward: For parameters that are sharded over a data axis. False: each is gathered once
+            a step, and its gradient reduce-scattered after the last microbatch. True: for each microbatch it
+            is gathered where it is used, dropped after the forward pass, gathered again for the backward
+            pass, and its gradient reduce-scattered there: least memory, more bytes. On CPU XLA keeps what it
+            should drop.
         timeout_s: Seconds after which an incomplete host-side sync fails.
         stall_warning_s: Seconds after which a host-side sync that is still incomplete is reported.
         unused: What a sync does with a leaf that a device announced and did not hand over: `"error"` names
@@ -54,6 +59,7 @@ class SyncConfig:
     bucket_max_leaves: int = 32
     bucket_max_bytes: int = 1 << 20
     shard_min_bytes: int = 0
+    reshard_after_forward: bool = False
     timeout_s: float = 60.0
     stall_warning_s: float = 10.0
     unused: Literal["error", "zero"] = "error"
@@ -214,6 +220,6 @@ def _set_fields(config: SyncConfig) -> typing.Iterator[tuple[dataclasses.Field[A
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, str):
+    if isinstance(value, str | bool):
         return json.dumps(value)  # what JSON escapes, TOML reads
     return repr(float(value) if isinstance(value, float) else value)

@@ -20,16 +20,9 @@ from jaxsync.host.launcher import (
 )
 from jaxsync.ingraph.axes import declared_synced
 from jaxsync.ingraph.elementwise import choose_layout, state_specs
-from jaxsync.ingraph.grads import (
-    Local,
-    LossFn,
-    Synced,
-    accumulate,
-    gather_params,
-    is_finite,
-    local_gradients,
-    sync_local,
-)
+from jaxsync.ingraph.gather import gather_params
+from jaxsync.ingraph.grads import Synced, is_finite, sync_local
+from jaxsync.ingraph.local import Local, LossFn, accumulate, local_gradients
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.packed import Layout, Packed
 from jaxsync.ingraph.sharded import ShardedOptimizer

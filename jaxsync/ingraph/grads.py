@@ -10,24 +10,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxsync.buckets import wide_dtype
-from jaxsync.errors import LossError
 from jaxsync.ingraph import reduce
-from jaxsync.ingraph.axes import (
-    check_axes_bound,
-    check_not_declared_synced,
-    check_not_reduced,
-    check_typed_communication,
-    make_varying,
-)
+from jaxsync.ingraph.axes import check_axes_bound, check_not_declared_synced, check_not_reduced
+from jaxsync.ingraph.gather import gather_params
+from jaxsync.ingraph.local import Local, LossFn, local_gradients, weigh
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.packed import Layout, join
-from jaxsync.ingraph.shards import Cut, all_gather, spec_cuts, split_parts
+from jaxsync.ingraph.shards import Cut, spec_cuts, split_parts
 from jaxsync.plan import SyncPlan
-
-LossFn = Callable[..., Any]
 
 
 def sync_gradients(grads: Any, plan: SyncPlan) -> Any:
@@ -129,33 +121,13 @@ def value_and_grad(
 
     def fn(params: Any, *args: Any) -> tuple[Any, Any]:
         check_axes_bound(plan, "value_and_grad")
-        whole = gather_params(params, plan)
-        local, aux = local_gradients(loss_fn, plan, whole, args, has_aux=has_aux, weighted=weighted)
+        local, aux = local_gradients(
+            loss_fn, plan, gather_params(params, plan), args, has_aux=has_aux, weighted=weighted
+        )
         synced = sync_local(local, plan)
         return ((synced.loss, aux) if has_aux else synced.loss), local.rebuild(synced.leaves)
 
     return fn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Local:
-    """What one device adds to a sync, still unreduced.
-
-    Attributes:
-        manifest: What each packed array carries.
-        packed: sum over microbatches of weight * gradient.
-        losses: The loss of each microbatch.
-        weights: The weight of each microbatch; None stands for ones.
-        passed: The gradients of the leaves that pass through, by plan index.
-        rebuild: Leaves in plan order -> the tree of gradients.
-    """
-
-    manifest: tuple[reduce.Cargo, ...]
-    packed: list[jax.Array]
-    losses: jax.Array
-    weights: jax.Array | None
-    passed: list[Any]
-    rebuild: Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,159 +167,6 @@ class Synced:
         return tuple(arrays[slot] for slot in layout.slots)
 
 
-def gather_params(params: Any, plan: SyncPlan) -> Any:
-    """Parameters that are whole along the data axes, from those that each device holds.
-
-    Collectives: one all-gather for each bucket of leaves that are sharded over a data axis.
-    """
-    cuts = spec_cuts(plan)
-    if not cuts:
-        return params
-    leaves, rebuild = match_tree(params, plan, "params")
-    cut_of = {cut.slot[0]: cut for cut in cuts}
-    for bucket in plan.buckets:
-        own = [cut_of[i] for i in bucket.leaves if i in cut_of]
-        if own:
-            for i, whole in zip(
-                bucket.leaves, all_gather([leaves[i] for i in bucket.leaves], own), strict=True
-            ):
-                leaves[i] = whole
-    return rebuild(leaves)
-
-
-def local_gradients(
-    loss_fn: LossFn, plan: SyncPlan, params: Any, args: Sequence[Any], *, has_aux: bool, weighted: bool
-) -> tuple[Local, Any]:
-    """The gradients of this device's rows, packed, as one microbatch; and the aux of `loss_fn`."""
-    leaves, rebuild = match_tree(params, plan, "params", is_whole=True)
-    chosen = [index for index, leaf in enumerate(plan.leaves) if leaf.is_synced]
-    own = make_varying([leaves[index] for index in chosen], plan.data_axes)
-
-    def run(values: Sequence[jax.Array]) -> tuple[jax.Array, tuple[Any, Any, Any]]:
-        merged = list(leaves)
-        for index, value in zip(chosen, values, strict=True):
-            merged[index] = value
-        loss, weight, aux = _split(loss_fn(rebuild(merged), *args), has_aux, weighted)
-        # A loss that was reduced inside loss_fn is each device's own term of the mean all the same.
-        [loss] = make_varying([loss], plan.data_axes)
-        return loss, (loss, weight, aux)
-
-    check_typed_communication(run, own, plan)
-    found, (loss, weight, aux) = jax.grad(run, has_aux=True)(own)
-    grads = [_no_gradient(value) for value in leaves]
-    passed = list(grads)
-    for index, value in zip(chosen, found, strict=True):
-        grads[index], passed[index] = value, None
-    manifest = reduce.make_manifest(plan, grads)
-    packed = reduce.pack(manifest, grads)
-    loss = loss.astype(wide_dtype(str(loss.dtype)))
-    if weight is not None:
-        [weight] = make_varying([jnp.asarray(weight, loss.dtype)], plan.data_axes)
-        # What is no weight must not be taken for 0: it makes everything NaN, which is seen.
-        weight = jnp.where(weight >= 0, weight, jnp.full((), jnp.nan, weight.dtype))
-        packed = [weigh(array, weight) for array in packed]
-    local = Local(
-        manifest=manifest,
-        packed=packed,
-        losses=loss[None],
-        weights=None if weight is None else weight[None],
-        passed=passed,
-        rebuild=rebuild,
-    )
-    return local, aux
-
-
-def weigh(array: jax.Array, weight: jax.Array | None) -> jax.Array:
-    """`weight * array`, and 0 where the weight is 0 whatever the array holds."""
-    if weight is None:
-        return array
-    # Not a product alone: 0 * nan is nan, and a device without rows often has 0 / 0 for a loss.
-    return jnp.where(weight == 0, jnp.zeros((), array.dtype), array * weight.astype(array.dtype))
-
-
-def _no_gradient(value: Any) -> Any:
-    if value is None:
-        return None
-    return np.zeros(
-        value.shape, value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else jax.dtypes.float0
-    )
-
-
-def _split(returned: Any, has_aux: bool, weighted: bool) -> tuple[jax.Array, Any, Any]:
-    aux = None
-    loss, weight = returned, None
-    if has_aux:
-        loss, aux = _pair(loss, "(loss, aux)")
-    if weighted:
-        loss, weight = _pair(loss, "(loss, weight)")
-    _check_scalar(loss, "a real float scalar loss", jnp.floating)
-    if weighted:
-        _check_scalar(weight, "a real scalar weight", jnp.floating, jnp.integer)
-    return jnp.asarray(loss), weight, aux
-
-
-def _pair(value: Any, wanted: str) -> tuple[Any, Any]:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise LossError(got=_describe(value), wanted=f"the pair {wanted}")
-    return value[0], value[1]
-
-
-def _check_scalar(value: Any, wanted: str, *kinds: Any) -> None:
-    is_number = isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
-    is_kind = is_number and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
-    if not is_kind or jnp.shape(value) != ():
-        raise LossError(got=_describe(value), wanted=wanted)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
-def accumulate(
-    local_fn: Callable[[Any], tuple[Local, Any]], microbatches: Any, num_microbatches: int
-) -> tuple[Local, Any]:
-    """`local_fn` over each microbatch in turn, summed. No collective inside the loop.
-
-    Args:
-        local_fn: microbatch -> (`Local`, aux).
-        microbatches: A tree whose leaves have `num_microbatches` as leading dim.
-        num_microbatches: 1 or more; 1 makes no loop.
-
-    Returns:
-        The sum, and aux with the microbatches as leading dim.
-    """
-    first = jax.tree.map(lambda x: x[0], microbatches)
-    if num_microbatches == 1:
-        local, aux = local_fn(first)
-        return local, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
-    static: list[tuple[Any, Any, Any]] = []  # the same for each microbatch, and free of the loop's tracers
-
-    def body(sums: list[jax.Array], microbatch: Any) -> tuple[list[jax.Array], Any]:
-        local, aux = local_fn(microbatch)
-        static.append((local.manifest, local.passed, local.rebuild))
-        weight = None if local.weights is None else local.weights[0]
-        return [a + b for a, b in zip(sums, local.packed, strict=True)], (local.losses[0], weight, aux)
-
-    zeros = [_zeros(x) for x in jax.eval_shape(lambda batch: local_fn(batch)[0].packed, first)]
-    packed, (losses, weights, auxes) = lax.scan(body, zeros, microbatches)
-    manifest, passed, rebuild = static[-1]
-    total = Local(
-        manifest=manifest, packed=packed, losses=losses, weights=weights, passed=passed, rebuild=rebuild
-    )
-    return total, auxes
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    # A scan's carry keeps its type, so the first sum must vary over the axes its terms vary over.
-    zeros = jnp.zeros(x.shape, x.dtype)
-    state = getattr(x, "manual_axis_type", None)
-    return lax.pcast(zeros, tuple(state.varying), to="varying") if state and state.varying else zeros
-
-
 def sync_local(
     local: Local, plan: SyncPlan, extras: Sequence[jax.Array] = (), cuts: Sequence[Cut] = ()
 ) -> Synced:
@@ -368,9 +187,10 @@ def sync_local(
     riders = [_sum_rows(part, weight) for part, weight in zip(parts, weights, strict=True)]
     dtype = max((value.dtype for value in riders), key=lambda dtype: dtype.itemsize)
     rider = jnp.concatenate([value.ravel().astype(dtype) for value in riders])
-    packed = reduce.scale_before(plan, local.manifest, local.packed)
     groups = reduce.group_cuts(local.manifest, (*spec_cuts(plan), *cuts))
-    summed, total = reduce.reduce_all(local.manifest, packed, groups, rider, plan.data_axes)
+    summed, total = reduce.reduce_all(
+        local.manifest, local.packed, groups, rider, plan.data_axes, is_scattered=local.is_scattered
+    )
     rider = rider if total is None else total
     total_weight = _total_weight(local, plan, rider)
     is_mean = plan.config.reduce == "mean"

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxsync.buckets import Bucket
 from jaxsync.ingraph.packed import join, split
-from jaxsync.ingraph.shards import Cut, reduce_scatter, split_parts
+from jaxsync.ingraph.shards import Cut, reduce_scatter, spec_cuts, split_parts
 from jaxsync.plan import SyncPlan
 
 
@@ -123,14 +123,33 @@ def group_cuts(manifest: Sequence[Cargo], cuts: Sequence[Cut]) -> list[tuple[Cut
     return [tuple(cut_of[i] for i in cargo.leaves if i in cut_of) for cargo in manifest]
 
 
+def scatter(plan: SyncPlan, manifest: Sequence[Cargo], packed: Sequence[jax.Array]) -> list[jax.Array]:
+    """Packed gradients; of leaves sharded over data axes, this device's parts of the sums over these.
+
+    Collectives: one reduce-scatter for each array of such leaves.
+    """
+    cuts = group_cuts(manifest, spec_cuts(plan))
+    return [reduce_scatter(array, own) if own else array for array, own in zip(packed, cuts, strict=True)]
+
+
 def reduce_all(
     manifest: Sequence[Cargo],
     packed: Sequence[jax.Array],
     cuts: Sequence[Sequence[Cut]],
     rider: jax.Array | None = None,
     rider_axes: Sequence[str] = (),
+    *,
+    is_scattered: bool = False,
 ) -> tuple[list[jax.Array], jax.Array | None]:
     """The sums over devices of packed gradients (of those with cuts, this device's parts), and of a rider.
+
+    Args:
+        manifest: What each array carries.
+        packed: The arrays.
+        cuts: How each is cut, if it is.
+        rider: A small vector to sum along.
+        rider_axes: Over which axes.
+        is_scattered: Whether arrays whose leaves are sharded over data axes went through `scatter`.
 
     Collectives: one reduce-scatter for each array with cuts, and one all-reduce of its parts if not all data
     axes are cut; those of `all_reduce_with` for the others.
@@ -138,7 +157,8 @@ def reduce_all(
     found: dict[int, jax.Array] = {}
     for k, own in enumerate(cuts):
         if own:
-            parts = reduce_scatter(packed[k], own)
+            is_done = is_scattered and bool(own[0].dims)
+            parts = packed[k] if is_done else reduce_scatter(packed[k], own)
             others = tuple(axis for axis in own[0].plan.data_axes if axis not in own[0].axes)
             found[k] = lax.psum(parts, others) if others else parts
     whole = [k for k, own in enumerate(cuts) if not own]

@@ -163,6 +163,104 @@ def test_a_weight_of_zero_keeps_a_nan_out_and_a_nan_skips_the_step() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def layers_loss(params: Any, x: Any, call: Any = lambda layer, h, p: layer(h, p)) -> jax.Array:
+    layer = lambda h, p: jnp.tanh(h @ p["w"] + p["b"])  # noqa: E731
+    for name in sorted(params):
+        x = call(layer, x, params[name])
+    return jnp.mean(x**2)
+
+
+LAYERS = {
+    f"l{k}": {"w": RNG.normal(size=(16, 16)).astype(np.float32), "b": np.zeros(16, np.float32)}
+    for k in range(3)
+}
+CALLS = {
+    "as it is": lambda layer, h, p: layer(h, p),
+    "under jax.checkpoint": lambda layer, h, p: jax.checkpoint(layer)(h, p),
+    "under jit": lambda layer, h, p: jax.jit(layer)(h, p),
+    "in a scan": lambda layer, h, p: jax.lax.scan(lambda h, _: (layer(h, p), None), h, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_parameters_are_gathered_again_for_the_backward_pass_and_not_kept(call: str) -> None:
+    own_loss = lambda p, x: layers_loss(p, x, CALLS[call])  # noqa: E731
+    counts, states = {}, {}
+    for again in (False, True):
+        config = jaxsync.SyncConfig(reshard_after_forward=again)
+        plan = jaxsync.make_plan(LAYERS, jaxsync.make_mesh({"data": 8}), P("data"), config)
+        assert plan.num_reduce_scatters == 3
+        step = jaxsync.make_train_step(own_loss, optax.adam(1e-2), plan)
+        state = step.init(LAYERS)
+        # In the program as JAX hands it over: XLA on CPU makes one of two equal gathers.
+        lowered = step.lower(state, X).as_text()
+        counts[again] = lowered.count("stablehlo.all_gather")
+        assert lowered.count("stablehlo.reduce_scatter") == 3
+        for _ in range(3):
+            state, _ = step(state, X)
+        states[again] = jax.device_get(state.params)
+    # The gradient of the first layer's own parameters alone needs none of them, unless it is computed anew.
+    needed = 3 if call in ("under jax.checkpoint", "in a scan") else 2
+    assert counts == {False: 3, True: 3 + needed}
+    check_close(states[True], states[False])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("spec", [P("data"), P(("replica", "data")), P("data", "model")], ids=str)
+def test_gathering_at_each_use_gives_the_same_gradients(spec: P, checked: bool) -> None:
+    devices = np.array(jax.devices()).reshape(2, 2, 2)
+    mesh = Mesh(devices, ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    params = {
+        "w": RNG.normal(size=(8, 4)).astype(jnp.bfloat16),
+        "z": (RNG.normal(size=(4, 2)) + 1j).astype(np.complex64),
+        "b": np.float32(2),
+    }
+    specs = {"w": spec, "z": P("data"), "b": P()}
+    x = RNG.normal(size=(16, 8)).astype(np.float32)
+    x[:4] = np.nan  # the rows of the first device, which weighs nothing
+
+    def weighted(p: Any, x: Any) -> Any:
+        w = p["w"].astype(jnp.float32)
+        total = jnp.mean((x @ jnp.sin(w)) ** 2) * p["b"] + jnp.sum(jnp.abs(p["z"]) ** 2)
+        if "model" in str(spec) and checked:
+            total = jax.lax.psum(total, "model")
+        return total, jnp.where(jnp.isnan(x).any(), 0.0, jnp.float32(x.shape[0]))
+
+    found = {}
+    for again in (False, True):
+        config = jaxsync.SyncConfig(axis=("replica", "data"), reshard_after_forward=again)
+        plan = jaxsync.make_plan(params, mesh, specs, config)
+        run = jax.shard_map(
+            lambda p, x, plan=plan: jaxsync.value_and_grad(weighted, plan, weighted=True)(p, x)[1],
+            mesh=mesh,
+            in_specs=(plan.specs, P(("replica", "data"))),
+            out_specs=plan.specs,
+            check_vma=checked,
+        )
+        found[again] = jax.device_get(jax.jit(run)(params, x))
+    assert all(np.isfinite(np.asarray(g, np.complex64)).all() for g in jax.tree.leaves(found))
+    for a, b in zip(jax.tree.leaves(found[True]), jax.tree.leaves(found[False]), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gradients_of_microbatches_are_summed_as_parts_in_float32() -> None:
+    """In bfloat16, 1024 + 4 is 1024: the sum over microbatches must not be rounded on the way."""
+    params = {"w": np.zeros(8, jnp.bfloat16)}
+    config = jaxsync.SyncConfig(reduce="sum", reshard_after_forward=True)
+    plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8}), P("data"), config)
+    step = jaxsync.make_train_step(
+        lambda p, x: jnp.sum(p["w"].astype(jnp.float32)) * x.sum(), optax.sgd(1.0), plan, accumulate=4
+    )
+    rows = np.tile(np.array([[128], [0.5], [0.5], [1]], np.float32), (8, 1))
+    state = step.init(params)
+    carries = [c for c in jaxsync.audit(step, state, rows).in_loop if c.kind == "reduce-scatter"]
+    assert len(carries) == 1
+    state, _ = step(state, rows)
+    # The mean over microbatches of 1024, 4, 4 and 8, summed over devices.
+    np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), np.full(8, -260, np.float32))
+
+
 def test_buckets_end_at_the_branches_of_the_tree() -> None:
     plan = jaxsync.make_plan(PARAMS, jaxsync.make_mesh({"data": 8}), FULL)
     paths = [[plan.leaves[i].path for i in bucket.leaves] for bucket in plan.buckets]
