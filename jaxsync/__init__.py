@@ -20,6 +20,7 @@ from jaxsync.ingraph.grads import sync_gradients, value_and_grad
 from jaxsync.ingraph.norm import global_norm
 from jaxsync.ingraph.sharded import shard_optimizer
 from jaxsync.ingraph.transform import clip_by_global_norm, synchronize
+from jaxsync.ingraph.unreduced import sync_unreduced
 from jaxsync.mesh import make_mesh
 from jaxsync.plan import SyncPlan, make_plan
 from jaxsync.step import TrainStep, make_train_step
@@ -51,6 +52,7 @@ __all__ = [
     "simulate_devices",
     "start",
     "sync_gradients",
+    "sync_unreduced",
     "synchronize",
     "value_and_grad",
 ]
