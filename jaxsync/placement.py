@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsync.errors import BatchError, MeshError, ReplicaMismatchError
 from jaxsync.mesh import format_mesh
+from jaxsync.params import Leaf
 from jaxsync.plan import SyncPlan
+
+_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")  # all that JAX has a name for
 
 
 def concrete_mesh(plan: SyncPlan) -> Mesh:
@@ -26,6 +30,19 @@ def concrete_mesh(plan: SyncPlan) -> Mesh:
         problem = "it is an AbstractMesh: there are no devices to run on"
         raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
     return plan.mesh
+
+
+def abstract_params(plan: SyncPlan) -> Any:
+    """The plan's tree, with a `ShapeDtypeStruct` in place of each array."""
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf)) for leaf in plan.leaves]
+    return jax.tree.unflatten(plan.treedef, leaves)
+
+
+def _dtype(leaf: Leaf) -> Any:
+    if leaf.kind != "key":
+        return jnp.dtype(leaf.dtype)
+    keys = (jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0) for impl in _KEY_IMPLS)
+    return next(key.dtype for key in keys if str(key.dtype) == leaf.dtype)
 
 
 def check_replicas_equal(tree: Any) -> None:

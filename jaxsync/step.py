@@ -29,6 +29,7 @@ from jaxsync.ingraph.sharded import ShardedOptimizer
 from jaxsync.ingraph.shards import Shard, is_shard
 from jaxsync.mesh import format_mesh
 from jaxsync.placement import (
+    abstract_params,
     batch_spec,
     check_batch,
     check_replicas_equal,
@@ -142,8 +143,30 @@ class TrainStep:
         return result
 
     def lower(self, state: TrainState, batch: Any) -> Any:
-        """The lowered program for these arguments, as `jax.jit(...).lower` gives it."""
+        """The lowered program for these arguments, as `jax.jit(...).lower` gives it.
+
+        Arrays, or `ShapeDtypeStruct`s: `step.lower(step.abstract_state(), ...)` needs no memory.
+        """
         return self._compiled.lower(state, self._place_batch(batch))
+
+    def abstract_state(self) -> TrainState:
+        """What `init` returns, with a `ShapeDtypeStruct` that has a sharding in place of each array.
+
+        >>> import jax, jax.numpy as jnp, optax, jaxsync
+        >>> plan = jaxsync.make_plan({"w": jnp.zeros((8, 3))}, jaxsync.make_mesh({"data": 8}))
+        >>> loss_fn = lambda params, batch: jnp.mean(batch @ params["w"])
+        >>> step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan)
+        >>> batch = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+        >>> compiled = step.lower(step.abstract_state(), batch).compile()
+        >>> compiled.memory_analysis().argument_size_in_bytes  # of a device: 24 floats, 2 rows, a step number
+        164
+        """
+        params = abstract_params(self.plan)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(self._make_state, params),
+            self._state_shardings(params),
+        )
 
     @functools.cached_property
     def _layout(self) -> Layout:
@@ -299,8 +322,13 @@ class TrainStep:
         if self._is_pmap:
             check_batch(batch, self.plan.num_replicas * self._accumulate)
             leaves = [self._stack(x) for x in leaves]
-        shardings = [self._shardings[min(jnp.ndim(x), 1)] for x in leaves]
-        if not all(map(_is_placed, leaves, shardings)):
+        shardings = [self._shardings[min(np.ndim(x), 1)] for x in leaves]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            leaves = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+                for x, sharding in zip(leaves, shardings, strict=True)
+            ]
+        elif not all(map(_is_placed, leaves, shardings)):
             check_batch(batch, self.plan.num_replicas * self._accumulate)
             # Copied, since JAX may go on reading a NumPy array after the call: a loader that refills its
             # buffer would train this step on the next step's rows.

@@ -687,3 +687,26 @@ def test_a_step_traced_through_a_closure_leaves_no_tracer_behind() -> None:
     guarded = jaxsync.guard_dispatch(jax.jit(lambda x: x * 2))
     for _ in range(12):
         np.testing.assert_array_equal(guarded(jnp.ones(2)), [2, 2])
+
+
+def test_the_abstract_state_is_that_of_init_and_lowers_to_the_same_program() -> None:
+    params = {
+        "w": np.ones((8, 3), np.float32),
+        "half": np.ones(5, jnp.bfloat16),
+        "count": np.int32(1),
+        "key": jax.random.key(0, impl="rbg"),
+        "empty": np.zeros((0, 2), np.float32),
+    }
+    plan = jaxsync.make_plan(
+        params, jaxsync.make_mesh({"data": 8}), {**dict.fromkeys(params, P()), "w": P("data")}
+    )
+    step = jaxsync.make_train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.adam(0.1), plan)
+    state, abstract = step.init(params), step.abstract_state()
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(abstract), strict=True
+    ):
+        assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding), jax.tree_util.keystr(path)
+    rows = np.ones((16, 8), np.float32)
+    lowered = step.lower(abstract, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
+    assert lowered.as_text() == step.lower(state, rows).as_text()
