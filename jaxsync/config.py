@@ -41,6 +41,12 @@ class SyncConfig:
             is gathered where it is used, dropped after the forward pass, gathered again for the backward
             pass, and its gradient reduce-scattered there: least memory, more bytes. On CPU XLA keeps what it
             should drop.
+        wire_dtype: `"bfloat16"` halves the bytes of float32 gradients on the way: each device's gradient is
+            rounded once where it leaves, summed in float32, and the sum rounded once, so that an element is
+            off by at most 2**-7 times the sum of the devices' absolute values. The loss travels as it is.
+        inner_axis: One of several data axes, the one inside a host, such as `"device"` of
+            `("host", "device")`. Gradients are then reduce-scattered over it, summed over the others, and
+            gathered over it again: a host sends each array once, not once a device.
         timeout_s: Seconds after which an incomplete host-side sync fails.
         stall_warning_s: Seconds after which a host-side sync that is still incomplete is reported.
         unused: What a sync does with a leaf that a device announced and did not hand over: `"error"` names
@@ -60,6 +66,8 @@ class SyncConfig:
     bucket_max_bytes: int = 1 << 20
     shard_min_bytes: int = 0
     reshard_after_forward: bool = False
+    wire_dtype: Literal["bfloat16"] | None = None
+    inner_axis: str | None = None
     timeout_s: float = 60.0
     stall_warning_s: float = 10.0
     unused: Literal["error", "zero"] = "error"
@@ -197,6 +205,8 @@ def _problems(config: SyncConfig) -> typing.Iterator[str]:
         return
     if not config.axes or len(set(config.axes)) != len(config.axes):
         yield f"axis = {config.axis!r}: wanted one or more different axis names"
+    if config.inner_axis is not None and (config.inner_axis not in config.axes or len(config.axes) < 2):
+        yield f"inner_axis = {config.inner_axis!r}: wanted one of several axes in axis = {config.axis!r}"
     if config.reduce_dtype not in (None, "own") and not is_real_float(str(config.reduce_dtype)):
         yield f"reduce_dtype = {config.reduce_dtype!r}: wanted 'own' or the name of a real float dtype"
     for name in ("fuse_max_bytes", "bucket_max_bytes"):

@@ -119,7 +119,7 @@ def _program(
 
     def sync(arrays: list[jax.Array]) -> list[jax.Array]:
         packed = reduce.scale_before(plan, whole, reduce.pack(whole, arrays))
-        summed = reduce.all_reduce(whole, packed)
+        summed = reduce.all_reduce(plan, whole, packed)
         finished = reduce.finish(plan, whole, summed, divisor)
         return reduce.unpack(manifest, finished, [()] * len(manifest), [arrays[0]] * len(shapes))
 

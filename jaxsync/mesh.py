@@ -50,6 +50,14 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
     return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found[:asked])
 
 
+def uses_gloo(mesh: AnyMesh) -> bool:
+    """Whether collectives over the mesh go through gloo: CPU devices of several processes."""
+    if not isinstance(mesh, Mesh):
+        return False
+    devices = mesh.devices.flat
+    return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+
+
 def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
     """Axis name -> size, in mesh order."""
     return dict(mesh.shape)

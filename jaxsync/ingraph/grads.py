@@ -67,7 +67,7 @@ def reduce_leaves(plan: SyncPlan, leaves: Sequence[Any], divisor: int) -> list[A
     manifest = reduce.make_manifest(plan, leaves)
     packed = reduce.scale_before(plan, manifest, reduce.pack(manifest, leaves))
     cuts = reduce.group_cuts(manifest, spec_cuts(plan))
-    summed, _ = reduce.reduce_all(manifest, packed, cuts)
+    summed, _ = reduce.reduce_all(plan, manifest, packed, cuts)
     finished = reduce.finish(plan, manifest, summed, divisor)
     return reduce.unpack(manifest, finished, cuts, [_passed(value) for value in leaves])
 
@@ -189,7 +189,7 @@ def sync_local(
     rider = jnp.concatenate([value.ravel().astype(dtype) for value in riders])
     groups = reduce.group_cuts(local.manifest, (*spec_cuts(plan), *cuts))
     summed, total = reduce.reduce_all(
-        local.manifest, local.packed, groups, rider, plan.data_axes, is_scattered=local.is_scattered
+        plan, local.manifest, local.packed, groups, rider, plan.data_axes, is_scattered=local.is_scattered
     )
     rider = rider if total is None else total
     total_weight = _total_weight(local, plan, rider)

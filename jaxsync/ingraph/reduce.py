@@ -16,6 +16,7 @@ from jax import lax
 from jaxsync.buckets import Bucket
 from jaxsync.ingraph.packed import join, split
 from jaxsync.ingraph.shards import Cut, reduce_scatter, spec_cuts, split_parts
+from jaxsync.ingraph.transport import is_routed, sum_arrays
 from jaxsync.plan import SyncPlan
 
 
@@ -88,17 +89,21 @@ def unpack(
     return result
 
 
-def all_reduce(manifest: Sequence[Cargo], packed: Sequence[jax.Array]) -> list[jax.Array]:
+def all_reduce(plan: SyncPlan, manifest: Sequence[Cargo], packed: Sequence[jax.Array]) -> list[jax.Array]:
     """The sums over devices of packed gradients.
 
     Collectives: one all-reduce for each set of axes and dtype: operands of one call with the same axes and
-    dtype leave XLA as one instruction.
+    dtype leave XLA as one instruction. With `inner_axis` and `wire_dtype`: see `transport.sum_arrays`.
     """
-    return _psum(packed, [cargo.bucket.reduce_axes for cargo in manifest])
+    return _sum(plan, packed, [cargo.bucket.reduce_axes for cargo in manifest])
 
 
 def all_reduce_with(
-    manifest: Sequence[Cargo], packed: Sequence[jax.Array], rider: jax.Array, rider_axes: Sequence[str]
+    plan: SyncPlan,
+    manifest: Sequence[Cargo],
+    packed: Sequence[jax.Array],
+    rider: jax.Array,
+    rider_axes: Sequence[str],
 ) -> tuple[list[jax.Array], jax.Array]:
     """The sums over devices of packed gradients, and of a small vector that rides along.
 
@@ -107,12 +112,12 @@ def all_reduce_with(
     Collectives: those of `all_reduce`, and one more if no gradient has the axes and the dtype of the rider.
     """
     operands, axes_of = list(packed), [cargo.bucket.reduce_axes for cargo in manifest]
-    host = _host_of(manifest, packed, rider, rider_axes)
+    host = _host_of(plan, manifest, packed, rider, rider_axes)
     if host is None:
-        *summed, rider = _psum([*operands, rider], [*axes_of, tuple(rider_axes)])
+        *summed, rider = _sum(plan, [*operands, rider], [*axes_of, tuple(rider_axes)], num_exact=1)
         return summed, rider
     operands[host] = jnp.concatenate([packed[host], rider])
-    summed = _psum(operands, axes_of)
+    summed = _sum(plan, operands, axes_of)
     summed[host], rider = jnp.split(summed[host], [packed[host].size])
     return summed, rider
 
@@ -133,6 +138,7 @@ def scatter(plan: SyncPlan, manifest: Sequence[Cargo], packed: Sequence[jax.Arra
 
 
 def reduce_all(
+    plan: SyncPlan,
     manifest: Sequence[Cargo],
     packed: Sequence[jax.Array],
     cuts: Sequence[Sequence[Cut]],
@@ -144,6 +150,7 @@ def reduce_all(
     """The sums over devices of packed gradients (of those with cuts, this device's parts), and of a rider.
 
     Args:
+        plan: The plan.
         manifest: What each array carries.
         packed: The arrays.
         cuts: How each is cut, if it is.
@@ -159,35 +166,45 @@ def reduce_all(
         if own:
             is_done = is_scattered and bool(own[0].dims)
             parts = packed[k] if is_done else reduce_scatter(packed[k], own)
-            others = tuple(axis for axis in own[0].plan.data_axes if axis not in own[0].axes)
-            found[k] = lax.psum(parts, others) if others else parts
+            others = tuple(axis for axis in plan.data_axes if axis not in own[0].axes)
+            [found[k]] = sum_arrays([parts], others, plan) if others else [parts]
     whole = [k for k, own in enumerate(cuts) if not own]
     cargoes, arrays = [manifest[k] for k in whole], [packed[k] for k in whole]
     if rider is None:
-        summed = all_reduce(cargoes, arrays)
+        summed = all_reduce(plan, cargoes, arrays)
     else:
-        summed, rider = all_reduce_with(cargoes, arrays, rider, rider_axes)
+        summed, rider = all_reduce_with(plan, cargoes, arrays, rider, rider_axes)
     found |= dict(zip(whole, summed, strict=True))
     return [found[k] for k in range(len(packed))], rider
 
 
-def _psum(operands: Sequence[jax.Array], axes_of: Sequence[tuple[str, ...]]) -> list[jax.Array]:
+def _sum(
+    plan: SyncPlan, operands: Sequence[jax.Array], axes_of: Sequence[tuple[str, ...]], num_exact: int = 0
+) -> list[jax.Array]:
+    """The sums of operands, each over its own axes; the last `num_exact` of them travel as they are."""
     summed = list(operands)
     for axes in dict.fromkeys(axes_of):
         chosen = [k for k, own in enumerate(axes_of) if own == axes]
-        for k, value in zip(chosen, lax.psum([operands[k] for k in chosen], axes), strict=True):
+        exact = sum(k >= len(operands) - num_exact for k in chosen)
+        found = sum_arrays([operands[k] for k in chosen], axes, plan, exact)
+        for k, value in zip(chosen, found, strict=True):
             summed[k] = value
     return summed
 
 
 def _host_of(
-    manifest: Sequence[Cargo], packed: Sequence[jax.Array], rider: jax.Array, axes: Sequence[str]
+    plan: SyncPlan,
+    manifest: Sequence[Cargo],
+    packed: Sequence[jax.Array],
+    rider: jax.Array,
+    axes: Sequence[str],
 ) -> int | None:
     """The smallest fused bucket that a rider can join: of its dtype, axes and state."""
     fits = [
         (array.size, k)
         for k, (cargo, array) in enumerate(zip(manifest, packed, strict=True))
         if len(cargo.leaves) > 1
+        and not is_routed(array, axes, plan)  # a loss is not rounded
         and cargo.bucket.reduce_axes == tuple(axes)
         and array.dtype == rider.dtype
         and jax.typeof(array).manual_axis_type == jax.typeof(rider).manual_axis_type

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
+from jaxsync.ingraph.transport import scatter_rows
 from jaxsync.mesh import axis_sizes
 from jaxsync.params import spec_axes
 from jaxsync.plan import SyncPlan
@@ -190,7 +191,7 @@ def reduce_scatter(packed: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
     Returns:
         The parts, end to end; `split_parts` takes them apart.
 
-    Collectives: one reduce-scatter.
+    Collectives: one reduce-scatter, or what `transport.scatter_rows` has for it.
     """
     flat, rows, offset = packed.ravel(), [], 0
     for cut in cuts:
@@ -198,8 +199,7 @@ def reduce_scatter(packed: jax.Array, cuts: Sequence[Cut]) -> jax.Array:
         rows.append(cut.to_rows(lax.slice(flat, (offset,), (offset + size,)).reshape(cut.local_shape)))
         offset += size
     matrix = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
-    parts: jax.Array = lax.psum_scatter(matrix, cuts[0].axes, scatter_dimension=0)
-    return parts
+    return scatter_rows(matrix, cuts[0].axes, cuts[0].plan)
 
 
 def split_parts(parts: jax.Array, cuts: Sequence[Cut]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Ten steps of each optimizer, however its state and parameters are sharded, equal plain optax on one device."""
+"""Ten steps of each optimizer, however state and parameters are sharded, equal plain optax on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that JAX leaves unreduced on Explicit meshes: summed over microbatches first, then over devices."""
+"""Gradients that JAX leaves unreduced on Explicit meshes: summed over microbatches, then over devices."""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""How a sum over devices travels: which collectives it is made of, and in which dtype they carry it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsync.mesh import axis_sizes, uses_gloo
+from jaxsync.plan import SyncPlan
+
+
+def sum_arrays(
+    arrays: Sequence[jax.Array], axes: Sequence[str], plan: SyncPlan, num_exact: int = 0
+) -> list[jax.Array]:
+    """The sum over devices along `axes` of each array, equal bit by bit on all of them.
+
+    The last `num_exact` arrays are small, and travel as they are.
+
+    Collectives: one all-reduce of all arrays. Of those for which `is_routed`: with `inner_axis` one
+    reduce-scatter over it, one all-reduce over the other axes and one all-gather each; with `wire_dtype`
+    one all-to-all and one all-gather in place of the all-reduce.
+    """
+    num_free = len(arrays) - num_exact
+    routed = [k < num_free and is_routed(x, axes, plan) for k, x in enumerate(arrays)]
+    direct = lax.psum([x for x, is_own in zip(arrays, routed, strict=True) if not is_own], tuple(axes))
+    rest = iter(direct)
+    return [
+        _sum_routed(x, axes, plan) if is_own else next(rest) for x, is_own in zip(arrays, routed, strict=True)
+    ]
+
+
+def is_routed(x: jax.Array, axes: Sequence[str], plan: SyncPlan) -> bool:
+    """Whether the sum of `x` over `axes` is more than one all-reduce."""
+    if jax.typeof(x).manual_axis_type.unreduced:  # JAX has no other collective for these
+        return False
+    return _is_narrowed(x, plan) or bool(_inner_axes(axes, plan))
+
+
+def scatter_rows(rows: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
+    """This device's row of the sum over devices of a matrix with a row for each device along `axes`.
+
+    Over gloo an all-to-all and a local sum stand for the reduce-scatter: gloo's own gives up when a device
+    is more than 30 s late, and takes over three times as long for large arrays. So they do with `wire_dtype`,
+    to sum in the dtype of `rows` what travels in another.
+
+    Collectives: one reduce-scatter, or one all-to-all.
+    """
+    narrowed = _is_narrowed(rows, plan)
+    if not narrowed and not uses_gloo(plan.mesh):
+        part: jax.Array = lax.psum_scatter(rows, tuple(axes), scatter_dimension=0)
+        return part
+    sent = _narrow(rows) if narrowed else rows
+    received = lax.all_to_all(sent, tuple(axes), split_axis=0, concat_axis=0)
+    total: jax.Array = (_widen(received, rows.dtype) if narrowed else received).sum(axis=0)
+    return total
+
+
+def _narrow(x: jax.Array) -> jax.Array:
+    # As bits: XLA on CPU would widen what a collective carries in bfloat16 to float32 (0.10.2).
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _widen(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(dtype)
+
+
+def _sum_routed(x: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
+    flat = x.ravel()
+    if inner := _inner_axes(axes, plan):
+        outer = tuple(axis for axis in axes if axis not in inner)
+        # Each device of a host sums its own share across hosts, so that a host sends an array once.
+        share = lax.psum_scatter(_rows(flat, inner, plan), inner, scatter_dimension=0)
+        share = _sum_narrowed(share, outer, plan) if _is_narrowed(share, plan) else lax.psum(share, outer)
+        total = _gather(share, inner)
+    else:
+        total = _sum_narrowed(flat, axes, plan)
+    return lax.slice(total, (0,), (flat.size,)).reshape(x.shape)
+
+
+def _sum_narrowed(flat: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
+    """A sum that travels in the wire dtype: rounded where it leaves a device, and added in its own."""
+    share = scatter_rows(_rows(flat, axes, plan), axes, plan)
+    total = _widen(_gather(_narrow(share), axes), flat.dtype)
+    return lax.slice(total, (0,), (flat.size,))
+
+
+def _rows(flat: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
+    """A flat array, padded with zeros, as a matrix with a row for each device along `axes`."""
+    sizes = axis_sizes(plan.mesh)
+    num_rows = math.prod(sizes[axis] for axis in axes)
+    return jnp.pad(flat, (0, -flat.size % num_rows)).reshape(num_rows, -1)
+
+
+def _gather(share: jax.Array, axes: Sequence[str]) -> jax.Array:
+    # Typed as equal on all devices, where there are types.
+    is_typed = set(axes) <= set(jax.typeof(share).manual_axis_type.varying)
+    whole: jax.Array = lax.all_gather(
+        share, tuple(axes), tiled=True, to="invarying" if is_typed else "varying"
+    )
+    return whole
+
+
+def _is_narrowed(x: jax.Array, plan: SyncPlan) -> bool:
+    return plan.config.wire_dtype is not None and x.dtype == jnp.float32
+
+
+def _inner_axes(axes: Sequence[str], plan: SyncPlan) -> tuple[str, ...]:
+    """The axis inside a host, if the sum is over it and over others."""
+    return tuple(axis for axis in axes if axis == plan.config.inner_axis) if len(axes) > 1 else ()
