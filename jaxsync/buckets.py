@@ -96,10 +96,8 @@ def make_buckets(leaves: Sequence[Leaf], config: SyncConfig) -> tuple[Bucket, ..
         if num_bytes > config.fuse_max_bytes:
             close([index])
             continue
-        # Leaves sharded over different model axes stay apart: one flat array would vary over all of them. So
-        # do leaves sharded over data axes in different branches of the tree: a bucket is gathered at once.
-        branch = leaf.branch if leaf.scatter_dims else ""
-        key = (leaf.reduce_axes, leaf.scatter_axes, leaf.dtype, frozenset(leaf.spec_axes), branch)
+        # Leaves sharded over different model axes stay apart: one flat array would vary over all of them.
+        key = (leaf.reduce_axes, leaf.scatter_axes, leaf.dtype, frozenset(leaf.spec_axes))
         is_full = len(open_.get(key, ())) >= config.bucket_max_leaves
         if key in open_ and (is_full or held_bytes[key] + num_bytes > config.bucket_max_bytes):
             close(open_.pop(key))

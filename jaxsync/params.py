@@ -24,7 +24,6 @@ class Leaf:
 
     Attributes:
         path: `jax.tree_util.keystr` of its key path; its identity.
-        branch: The first key of its path.
         shape: Its global shape.
         local_shape: The shape one device holds.
         whole_shape: The shape one device holds of it gathered over the data axes; that of its local gradient.
@@ -37,7 +36,6 @@ class Leaf:
     """
 
     path: str
-    branch: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     whole_shape: tuple[int, ...]
@@ -160,7 +158,6 @@ def _make_leaf(
     ]
     return Leaf(
         path=jax.tree_util.keystr(path),
-        branch=jax.tree_util.keystr(path[:1]),
         shape=shape,
         local_shape=local_shape(shape, spec, sizes),
         whole_shape=local_shape(shape, spec, sizes, model_axes),

@@ -187,7 +187,7 @@ def test_parameters_are_gathered_again_for_the_backward_pass_and_not_kept(call: 
     own_loss = lambda p, x: layers_loss(p, x, CALLS[call])  # noqa: E731
     counts, states = {}, {}
     for again in (False, True):
-        config = jaxsync.SyncConfig(reshard_after_forward=again)
+        config = jaxsync.SyncConfig(reshard_after_forward=again, bucket_max_leaves=2)
         plan = jaxsync.make_plan(LAYERS, jaxsync.make_mesh({"data": 8}), P("data"), config)
         assert plan.num_reduce_scatters == 3
         step = jaxsync.make_train_step(own_loss, optax.adam(1e-2), plan)
@@ -261,12 +261,13 @@ def test_gradients_of_microbatches_are_summed_as_parts_in_float32() -> None:
     np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), np.full(8, -260, np.float32))
 
 
-def test_buckets_end_at_the_branches_of_the_tree() -> None:
-    plan = jaxsync.make_plan(PARAMS, jaxsync.make_mesh({"data": 8}), FULL)
+def test_small_leaves_that_are_sharded_alike_share_a_bucket_and_large_ones_travel_alone() -> None:
+    params = {**PARAMS, "large": np.zeros((8, 20_000), np.float32)}
+    plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8}), {**FULL, "large": P("data")})
     paths = [[plan.leaves[i].path for i in bucket.leaves] for bucket in plan.buckets]
     assert paths == [
-        ["['l1']['b']", "['l1']['w']"],
-        ["['l2']['b']", "['l2']['w']"],
+        ["['l1']['b']", "['l1']['w']", "['l2']['b']", "['l2']['w']"],
+        ["['large']"],
         ["['odd']", "['scalar']"],
     ]
     assert (plan.num_reduce_scatters, plan.num_all_reduces) == (2, 1)
