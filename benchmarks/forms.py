@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import LEARNING_RATE, Model, Values
+from models import LEARNING_RATE, Model, Shapes, Values
 
 import jaxsync
 
@@ -21,7 +21,9 @@ TREE = "shard_map, pmean(tree)"
 PEERS = ("pmap, pmean per leaf", "jit, sharded batch", "shard_map, autodiff's psum", TREE)
 OURS = "jaxsync"
 OWN_STEP = "jaxsync in an own shard_map"
-NAMES = (FLOOR, *PEERS, OURS, OWN_STEP)
+ZERO, FSDP = "jaxsync, ZeRO-1", "jaxsync, FSDP"
+SHARDED = (ZERO, FSDP)  # the same step as OURS, with less on each device
+NAMES = (FLOOR, *PEERS, OURS, OWN_STEP, *SHARDED)
 
 AXIS = "data"
 
@@ -47,11 +49,18 @@ class Form:
     params: Callable[[Any], Any] = lambda state: state
     is_stacked: bool = False
 
-    def first_and_last(self, state: Any, name: str) -> list[np.ndarray[Any, Any]]:
-        """One parameter as the first and the last device have it, in float32."""
-        shards = self.params(state)[name].addressable_shards
-        values = [np.asarray(shards[index].data).astype(np.float32) for index in (0, -1)]
-        return [value[0] if self.is_stacked else value for value in values]
+    def held(self, param: jax.Array) -> list[tuple[Any, np.ndarray[Any, Any]]]:
+        """What devices have of a parameter, in float32, each with its place in the whole.
+
+        Every part of one that is sharded; else the copies of the first device and of the last.
+        """
+        shards = param.addressable_shards
+        if self.is_stacked or param.is_fully_replicated:
+            shards = [shards[0], shards[-1]]
+        values = [np.asarray(shard.data).astype(np.float32) for shard in shards]
+        if self.is_stacked:
+            return [(..., value[0]) for value in values]
+        return [(shard.index, value) for shard, value in zip(shards, values, strict=True)]
 
 
 def make_form(name: str, model: Model, mesh: Mesh, dtype: str) -> Form:
@@ -60,8 +69,8 @@ def make_form(name: str, model: Model, mesh: Mesh, dtype: str) -> Form:
     if name == "pmap, pmean per leaf":
         return _pmap(model, mesh, batch)
     rows, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
-    if name == OURS:
-        return _train_step(model, mesh, batch)
+    if name in (OURS, *SHARDED):
+        return _train_step(name, model, mesh, batch)
     if name == "jit, sharded batch":
         step = jax.jit(
             lambda params, batch: _sgd(params, *jax.value_and_grad(model.loss)(params, batch)),
@@ -93,7 +102,7 @@ def _sgd(params: Any, loss: jax.Array, grads: Any) -> tuple[Any, jax.Array]:
 
 def _body(name: str, model: Model, mesh: Mesh, dtype: str) -> Callable[[Any, Any], tuple[Any, jax.Array]]:
     """What one device does under `shard_map`."""
-    plan = jaxsync.make_plan(_abstract(model, dtype), mesh)
+    plan = jaxsync.make_plan(abstract_params(model, dtype), mesh)
 
     def body(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         loss, grads = jax.value_and_grad(model.loss)(params, batch)
@@ -111,7 +120,8 @@ def _body(name: str, model: Model, mesh: Mesh, dtype: str) -> Callable[[Any, Any
     return body
 
 
-def _abstract(model: Model, dtype: str) -> Any:
+def abstract_params(model: Model, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """The model's parameters without their values."""
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in model.shapes.items()}
 
 
@@ -132,12 +142,30 @@ def _pmap(model: Model, mesh: Mesh, batch: np.ndarray[Any, Any]) -> Form:
     return Form(name=PEERS[0], step=step, start=start, batch=placed, is_stacked=True)
 
 
-def _train_step(model: Model, mesh: Mesh, batch: np.ndarray[Any, Any]) -> Form:
-    dtype = str(batch.dtype)
-    plan = jaxsync.make_plan(_abstract(model, dtype), mesh)
-    step = jaxsync.make_train_step(model.loss, optax.sgd(LEARNING_RATE), plan)
+def _train_step(name: str, model: Model, mesh: Mesh, batch: np.ndarray[Any, Any]) -> Form:
+    specs = data_specs(model.shapes, mesh.size) if name == FSDP else None
+    plan = jaxsync.make_plan(abstract_params(model, str(batch.dtype)), mesh, specs)
+    tx = optax.sgd(LEARNING_RATE)
+    step = jaxsync.make_train_step(
+        model.loss, jaxsync.shard_optimizer(tx, plan) if name == ZERO else tx, plan
+    )
     placed = jax.device_put(batch, NamedSharding(mesh, plan.batch_spec))
-    return Form(name=OURS, step=step, start=step.init, batch=placed, params=lambda state: state.params)
+    return Form(name=name, step=step, start=step.init, batch=placed, params=lambda state: state.params)
+
+
+def data_specs(shapes: Shapes, devices: int) -> dict[str, P]:
+    """Each leaf over the data axis along its first dim that divides; one that has none stays replicated.
+
+    >>> specs = data_specs({"word": (30522, 768), "norm": (768,), "segment": (3,)}, 8)
+    >>> specs == {"word": P(None, "data"), "norm": P("data"), "segment": P()}
+    True
+    """
+    return {name: _data_spec(shape, devices) for name, shape in shapes.items()}
+
+
+def _data_spec(shape: tuple[int, ...], devices: int) -> P:
+    dim = next((dim for dim, size in enumerate(shape) if size % devices == 0), None)
+    return P() if dim is None else P(*[None] * dim, AXIS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,18 +176,19 @@ class Reference:
     new: Values = field(repr=False)
     dtype: str
 
-    def error(self, name: str, value: np.ndarray[Any, Any]) -> float:
-        """How far a new parameter is off, in units of what rounding allows: more than 1 is wrong.
+    def error(self, name: str, value: np.ndarray[Any, Any], where: Any = ...) -> float:
+        """How far a new parameter, or its part at `where`, is off in units of what rounding allows.
 
-        Allowed are a few units in the last place of the largest parameter, and a share of the largest update
-        for the rounding inside of the gradients, which are summed in another order. An update that was
-        multiplied with the number of devices, or not divided by it, is off by a whole update and more.
+        More than 1 is wrong. Allowed are a few units in the last place of the largest parameter, and a share
+        of the largest update for the rounding inside of the gradients, which are summed in another order. An
+        update that was multiplied with the number of devices, or not divided by it, is off by a whole update
+        and more.
         """
         old, new = (np.asarray(tree[name]).astype(np.float32) for tree in (self.old, self.new))
         last_place = float(jax.numpy.finfo(self.dtype).eps) * float(np.max(np.abs(old)))
         share = 0.15 if self.dtype == "bfloat16" else 1e-3
         allowed = 4 * last_place + share * float(np.max(np.abs(new - old))) + 1e-30
-        return float(np.max(np.abs(value - new))) / allowed
+        return float(np.max(np.abs(value - new[where]))) / allowed
 
     def check_sensitive(self) -> None:
         """Refuses a model whose updates drown in what rounding allows: the comparison would show nothing."""
@@ -176,11 +205,12 @@ def make_reference(params: Values, batch: np.ndarray[Any, Any], model: Model) ->
 
 
 def largest_error(form: Form, state: Any, reference: Reference, *, is_synced: bool) -> float:
-    """The largest error over all parameters, on the first device and, if synced, on the last one."""
+    """The largest error over all parameters, on the first device and, if synced, on others: see `held`."""
+    params = form.params(state)  # looked at once: a `TrainState` takes them out anew each time
     errors = [
-        reference.error(name, value)
+        reference.error(name, value, where)
         for name in reference.old
-        for value in form.first_and_last(state, name)[: 2 if is_synced else 1]
+        for where, value in form.held(params[name])[: None if is_synced else 1]
     ]
     return max(errors)
 

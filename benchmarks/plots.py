@@ -46,8 +46,11 @@ COLOURS = {
     forms.PEERS[3]: "#0072b2",
     forms.OURS: "#d55e00",
     forms.OWN_STEP: "#009e73",
+    # The same step with sharded state: its colour, marks of their own.
+    forms.ZERO: "#d55e00",
+    forms.FSDP: "#d55e00",
 }
-MARKERS = dict(zip(COLOURS, "|vs<>oD", strict=True))
+MARKERS = dict(zip(COLOURS, "|vs<>oD^P", strict=True))
 LINES = ("-", "--", ":", "-.")
 
 
@@ -71,6 +74,8 @@ def _figures(found: Mapping[str, Runs]) -> dict[str, Figure]:
             "time to trace and compile / pmean(tree)",
             step.P3_LIMIT,
         )
+    if runs := found.get("memory"):
+        figures["memory"] = _memory(runs[0])  # a program that is compiled again takes the same
     if runs := found.get("scale"):
         figures["scale"] = _scale(runs)
     if runs := found.get("dispatch"):
@@ -96,8 +101,10 @@ def _dots(runs: Runs, dtypes: Sequence[str], key: str, label: str, limit: float 
                 _draw_row(panel, row["forms"], key, names.index(_line_name(row, dtypes)), run)
         _finish(panel, f"{num_devices} devices", names, limit)
     figure.supxlabel(label, fontsize="medium")
-    handles, labels = panels[0].get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
+    unique: dict[str, Any] = {}
+    for panel in panels:  # a form may be in some panels and runs only
+        for handle, text in zip(*panel.get_legend_handles_labels(), strict=True):
+            unique.setdefault(text, handle)
     figure.legend(
         unique.values(), unique.keys(), loc="outside upper center", ncols=4, columnspacing=1, fontsize="small"
     )
@@ -119,7 +126,7 @@ def _draw_row(panel: Axes, figures: Mapping[str, Any], key: str, line: int, run:
             MARKERS[name],
             color=colour,
             markerfacecolor=face,
-            label=name if run == 0 else "",
+            label=name,
             markersize=6,
         )
 
@@ -140,6 +147,31 @@ def _plain_ticks(panel: Axes) -> None:
     panel.xaxis.set_major_locator(mpl.ticker.FixedLocator(ticks))
     panel.xaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
     panel.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+
+
+def _memory(run: Run) -> Figure:
+    """A bar for each model, number of devices and form, by what takes its bytes."""
+    parts = {
+        "parameter_bytes": "parameters",
+        "optimizer_bytes": "optimizer state",
+        "temporary_bytes": "temporary",
+    }
+    colours = ("#0072b2", "#d55e00", INK)
+    bars = [(row, name, figures) for row in run["rows"] for name, figures in row["forms"].items()]
+    figure = Figure(figsize=(8, 1.2 + 0.28 * len(bars)), layout="constrained")
+    panel, lefts = figure.subplots(), [0.0] * len(bars)
+    for (key, label), colour in zip(parts.items(), colours, strict=True):
+        widths = [figures[key] / (1 << 20) for _, _, figures in bars]
+        panel.barh(range(len(bars)), widths, left=lefts, height=0.7, color=colour, label=label)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    names = [f"{row['model']}, {row['devices']} devices: {name}" for row, name, _ in bars]
+    panel.set_yticks(range(len(bars)), names)
+    panel.invert_yaxis()
+    panel.grid(axis="x")
+    panel.set_axisbelow(True)
+    panel.set_xlabel("MiB on each device")
+    figure.legend(loc="outside upper center", ncols=len(parts), fontsize="small")
+    return figure
 
 
 def _scale(runs: Runs) -> Figure:

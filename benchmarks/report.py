@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import memory
 import plots
 import scale
-from forms import FLOOR, OURS, PEERS
+from forms import FLOOR, OURS, PEERS, SHARDED
 from measure import Spread, three_digits
 
 from jaxsync.report import format_bytes
@@ -31,7 +32,7 @@ at its end. To measure and render it anew:
 ```bash
 mkdir -p results
 for run in 1 2; do
-  for name in step scale dispatch host; do
+  for name in step memory scale dispatch host; do
     python benchmarks/$name.py --json > results/$name-$run.json
   done
 done
@@ -39,8 +40,8 @@ python benchmarks/report.py results/*.json
 ```
 
 Machines differ, and one that is shared differs from minute to minute. So forms are compared by ratios,
-measured interleaved in one run; and each figure is given for each run: the first, then the second. In plots
-the first run is filled or solid, the second one hollow or dashed.
+measured interleaved in one run; and each figure is given for each run that has it, in the order of the runs.
+In plots the first run is filled or solid, later ones hollow or dashed.
 """
 
 
@@ -57,6 +58,7 @@ def render(found: Mapping[str, Runs], notes: str) -> str:
     """The whole page."""
     sections: dict[str, Callable[[Runs], Iterator[str]]] = {
         "step": _step,
+        "memory": _memory,
         "scale": _scale,
         "dispatch": _dispatch,
         "host": _host,
@@ -148,6 +150,7 @@ def _step(runs: Runs) -> Iterator[str]:
     header += ["jaxsync / no sync", "best peer / jaxsync", "trace and compile / `pmean(tree)`"]
     yield _table(header, [_step_row(row) for row in rows])
     yield "![time to trace and compile in units of pmean(tree)'s](images/compile.svg)\n"
+    yield from _sharded(rows)
     models: dict[str, list[str]] = {}
     for row in rows:
         models.setdefault(row[0]["model"], []).append(_step_details(row))
@@ -178,6 +181,31 @@ def _step_row(row: Sequence[Any]) -> list[str]:
     return [row[0]["model"], str(row[0]["devices"]), row[0]["dtype"], *map(_each, cells)]
 
 
+def _sharded(rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    """The forms with sharded state beside the replicated one, from the runs that have them."""
+    judged = [[run for run in row if all(name in run["forms"] for name in SHARDED)] for row in rows]
+    if not any(judged):
+        return
+    yield (
+        f"The same step with sharded state beside `{OURS}`, whose state is replicated, in the runs that "
+        "have these forms. ZeRO-1 is `shard_optimizer`; FSDP has each parameter over the data axis along its "
+        "first dim that divides. SGD keeps no state: what is timed is how gradients and parameters travel.\n"
+    )
+    header = ["model", "devices", "dtype", "replicated, ms"]
+    header += [
+        f"{name.removeprefix('jaxsync, ')}, {what}" for name in SHARDED for what in ("ms", "/ replicated")
+    ]
+    yield _table(header, [_sharded_row(row) for row in judged if row])
+
+
+def _sharded_row(row: Sequence[Any]) -> list[str]:
+    cells = [[three_digits(run["forms"][OURS]["ms"]) for run in row]]
+    for name in SHARDED:
+        cells.append([three_digits(run["forms"][name]["ms"]) for run in row])
+        cells.append([f"{run['forms'][name]['to_replicated']:.2f}" for run in row])
+    return [row[0]["model"], str(row[0]["devices"]), row[0]["dtype"], *map(_each, cells)]
+
+
 def _step_details(row: Sequence[Any]) -> str:
     first = row[0]
     rounds = _each([f"{run['rounds']} rounds" for run in row])
@@ -187,27 +215,57 @@ def _step_details(row: Sequence[Any]) -> str:
     )
     header = ["form", "ms (quartiles)", "/ no sync", "/ best peer"]
     header += ["trace, ms", "compile, ms", "both / `pmean(tree)`", "temporary", "peak a device"]
-    names = list(first["forms"])
-    return title + _table(header, [_form_row(name, [run["forms"][name] for run in row]) for name in names])
+    names = dict.fromkeys(name for run in row for name in run["forms"])
+    return title + _table(
+        header, [_form_row(name, [run["forms"].get(name) for run in row]) for name in names]
+    )
 
 
-def _form_row(name: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = [
-        [str(_spread(figures, "ms")) for figures in runs],
-        [f"{figures['to_floor']:.2f}" for figures in runs],
-        [f"{figures['to_best_peer']:.2f}" for figures in runs],
-        [f"{figures['trace_ms']:.0f}" for figures in runs],
-        [f"{figures['compile_ms']:.0f}" for figures in runs],
-        [f"{figures['compile_to_tree']:.2f}" for figures in runs],
-        [format_bytes(figures["temporary_bytes"]) for figures in runs],
-        [format_bytes(figures["peak_bytes"]) for figures in runs],
+def _form_row(name: str, runs: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    columns: list[Callable[[Mapping[str, Any]], str]] = [
+        lambda figures: str(_spread(figures, "ms")),
+        lambda figures: f"{figures['to_floor']:.2f}",
+        lambda figures: f"{figures['to_best_peer']:.2f}",
+        lambda figures: f"{figures['trace_ms']:.0f}",
+        lambda figures: f"{figures['compile_ms']:.0f}",
+        lambda figures: f"{figures['compile_to_tree']:.2f}",
+        lambda figures: format_bytes(figures["temporary_bytes"]),
+        lambda figures: format_bytes(figures["peak_bytes"]),
     ]
-    return [name, *map(_each, cells)]
+    # A run from before there was this form has no figures of it.
+    return [name, *(_each(["-" if run is None else show(run) for run in runs]) for show in columns)]
 
 
 def _spread(figures: Mapping[str, Any], key: str, quartiles: str = "quartiles_ms") -> Spread:
     lower, upper = figures[quartiles]
     return Spread(lower=lower, median=figures[key], upper=upper)
+
+
+def _memory(runs: Runs) -> Iterator[str]:
+    yield "## Memory of sharded state\n"
+    yield (
+        "A step with Adam in float32 as compiled, bytes on each device. *ZeRO-1* is `shard_optimizer`; "
+        "*FSDP* has each parameter over the data axis along its first dim that divides, and the optimizer's "
+        "state like it. Arguments are state and batch; temporaries hold gradients, and parameters while they "
+        "are whole. The bytes of collectives are those of their results.\n"
+    )
+    yield "![bytes of a step on each device, by what they hold](images/memory.svg)\n"
+    rows = _aligned(runs, "rows", ("model", "devices"))
+    header = ["model", "devices", "state", "optimizer state", "/ replicated", "parameters", "arguments"]
+    header += ["temporary", "peak", "collectives"]
+    yield _table(header, [_memory_row(row, name) for row in rows for name in row[0]["forms"]])
+
+
+def _memory_row(row: Sequence[Any], name: str) -> list[str]:
+    figures = [run["forms"][name] for run in row]
+    keys = ("parameter_bytes", "argument_bytes", "temporary_bytes", "peak_bytes")
+    cells = [
+        [format_bytes(each["optimizer_bytes"]) for each in figures],
+        [f"{each['optimizer_share']:.4f}" for each in figures],
+        *([format_bytes(each[key]) for each in figures] for key in keys),
+        [memory.format_collectives(each["collectives"]) for each in figures],
+    ]
+    return [row[0]["model"], str(row[0]["devices"]), name, *map(_each, cells)]
 
 
 def _scale(runs: Runs) -> Iterator[str]:

@@ -9,6 +9,8 @@ For each model, number of simulated devices and dtype, in a process of its own, 
 - the time to trace and to compile, with JAX's caches cleared before each;
 - the memory that the compiled program takes on a device, as `memory_analysis` tells it.
 
+Forms with sharded state are also set against the same step with replicated state; no target is about them.
+
 Before anything is timed, each form's new parameters are compared with those of a single device.
 """
 
@@ -25,7 +27,7 @@ from typing import Any
 import forms
 import jax
 import measure
-from forms import FLOOR, NAMES, OURS, PEERS, TREE, Form
+from forms import FLOOR, NAMES, OURS, PEERS, SHARDED, TREE, Form
 from measure import Spread, Verdict
 from models import Model, Values, all_models
 
@@ -211,6 +213,8 @@ def _figures(
             "peak_bytes": kept + memory.temp_size_in_bytes,
             "error": errors[name],
         }
+        if name in SHARDED:
+            figures[name]["to_replicated"] = spread.median / spreads[OURS].median
     return figures
 
 
@@ -246,7 +250,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['devices']} devices, {row['dtype']}; {row['rounds']} rounds, "
             f"interleaved {row['interleaved']}"
         )
-        header = ["form", "ms (quartiles)", "/ no sync", "/ best peer"]
+        header = ["form", "ms (quartiles)", "/ no sync", "/ best peer", "/ replicated"]
         header += ["trace ms", "compile ms", "/ pmean(tree)", "temporary", "peak"]
         measure.print_table(header, [_cells(name, figures) for name, figures in row["forms"].items()])
 
@@ -254,6 +258,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 def _cells(name: str, figures: Mapping[str, Any]) -> list[str]:
     lower, upper = figures["quartiles_ms"]
     ratios = [f"{figures[key]:.2f}" for key in ("to_floor", "to_best_peer")]
+    ratios += [f"{figures['to_replicated']:.2f}" if "to_replicated" in figures else ""]
     compiling = [
         f"{figures['trace_ms']:.0f}",
         f"{figures['compile_ms']:.0f}",

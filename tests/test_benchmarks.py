@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+NUM_PARAMETERS = 10_000_000  # of the model "10 x 1M"
 FORMS = [
     "no sync",
     "pmap, pmean per leaf",
@@ -20,6 +21,8 @@ FORMS = [
     "shard_map, pmean(tree)",
     "jaxsync",
     "jaxsync in an own shard_map",
+    "jaxsync, ZeRO-1",
+    "jaxsync, FSDP",
 ]
 
 
@@ -41,6 +44,13 @@ def result_of(script: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+def run_code(code: str) -> str:
+    """What `code` prints in a process that can import the benchmarks."""
+    command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n" + code]
+    command.append(str(ROOT / "benchmarks"))
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+
 @pytest.fixture(scope="module")
 def step_result() -> dict[str, Any]:
     quick = ("--quick", "--repeats", "2", "--devices", "2", "--dtypes", "bf16")
@@ -50,7 +60,7 @@ def step_result() -> dict[str, Any]:
 def test_every_form_of_a_step_computes_the_same_and_is_measured(step_result: dict[str, Any]) -> None:
     [row] = step_result["rows"]
     assert list(row["forms"]) == FORMS
-    assert (row["leaves"], row["parameters"], row["rounds"]) == (10, 10_000_000, 2)
+    assert (row["leaves"], row["parameters"], row["rounds"]) == (10, NUM_PARAMETERS, 2)
     for figures in row["forms"].values():
         lower, upper = figures["quartiles_ms"]
         assert 0 < lower <= figures["ms"] <= upper
@@ -63,11 +73,87 @@ def test_every_form_of_a_step_computes_the_same_and_is_measured(step_result: dic
     assert min(row["forms"][name]["to_best_peer"] for name in FORMS[1:5]) == 1
 
 
+def test_a_form_with_sharded_state_is_set_against_the_replicated_one(step_result: dict[str, Any]) -> None:
+    [row] = step_result["rows"]
+    forms = row["forms"]
+    ratios = {name: figures["to_replicated"] for name, figures in forms.items() if "to_replicated" in figures}
+    assert ratios == {name: forms[name]["ms"] / forms["jaxsync"]["ms"] for name in FORMS[7:]}
+
+
+def test_every_device_has_to_hold_the_right_part_of_a_sharded_parameter() -> None:
+    code = """
+import forms, jax, jaxsync
+from models import mlp
+
+jaxsync.simulate_devices(4)
+mesh = jaxsync.make_mesh({"data": 4})
+model = mlp(2, 8, 16, "small")
+params = model.params("float32")
+reference = forms.make_reference(params, model.batch("float32", 4), model)
+form = forms.make_form("jaxsync, FSDP", model, mesh, "float32")
+state, _ = form.step(form.start(params), form.batch)
+new = form.params(state)
+print([x.sharding.shard_shape(x.shape) for x in new.values()])
+print([tuple(spec) for spec in forms.data_specs({"word": (30522, 768), "segment": (3,)}, 4).values()])
+
+
+def is_wrong():
+    return forms.largest_error(form, state, reference, is_synced=True) > 1
+
+
+print(is_wrong())
+for device in (1, 2):
+    parts = [shard.data + (shard.device.id == device) for shard in new["layer001/w"].addressable_shards]
+    wrong = jax.make_array_from_single_device_arrays((8, 8), new["layer001/w"].sharding, parts)
+    state = state.replace(params=new | {"layer001/w": wrong})
+    print(is_wrong())
+"""
+    shapes = [(2,), (2, 8), (2,), (2, 8)]
+    specs = [(None, "data"), ()]  # along the first dim that divides, if one does
+    assert run_code(code).splitlines() == [str(shapes), str(specs), "False", "True", "True"]
+
+
 def test_the_targets_of_a_step_are_judged_by_its_figures(step_result: dict[str, Any]) -> None:
     [row] = step_result["rows"]
     ours = row["forms"]["jaxsync"]
     found = {verdict["target"][:2]: verdict["value"] for verdict in step_result["targets"]}
     assert found == {"P2": ours["to_best_peer"], "P3": ours["compile_to_tree"]}
+
+
+@pytest.fixture(scope="module")
+def memory_result() -> dict[str, Any]:
+    return result_of("memory.py", "--quick")
+
+
+def test_sharded_state_takes_its_share_of_the_bytes_of_replicated_state(
+    memory_result: dict[str, Any],
+) -> None:
+    [row] = memory_result["rows"]
+    assert (row["model"], row["devices"], row["parameters"]) == ("10 x 1M", 2, NUM_PARAMETERS)
+    assert list(row["forms"]) == ["replicated", "ZeRO-1", "FSDP", "FSDP, reshard_after_forward"]
+    params_bytes, moments_bytes, count_bytes = NUM_PARAMETERS * 4, NUM_PARAMETERS * 8, 4
+    row_bytes, step_bytes = 4, 4
+    for name, figures in row["forms"].items():
+        parts = 1 if name == "replicated" else 2
+        assert figures["optimizer_bytes"] == moments_bytes // parts + count_bytes
+        assert figures["optimizer_share"] == figures["optimizer_bytes"] / (moments_bytes + count_bytes)
+        assert figures["parameter_bytes"] == params_bytes // (2 if name.startswith("FSDP") else 1)
+        state_bytes = figures["optimizer_bytes"] + figures["parameter_bytes"]
+        assert figures["argument_bytes"] == state_bytes + step_bytes + row_bytes
+        assert figures["peak_bytes"] >= figures["argument_bytes"] + figures["temporary_bytes"]
+    [verdict] = memory_result["targets"]
+    assert verdict["target"].startswith("P8 ")
+    assert verdict["value"] == 2 * row["forms"]["ZeRO-1"]["optimizer_share"]
+
+
+def test_what_sharded_state_communicates_is_counted_by_kind(memory_result: dict[str, Any]) -> None:
+    [row] = memory_result["rows"]
+    found = {name: figures["collectives"] for name, figures in row["forms"].items()}
+    whole_bytes, loss_bytes = NUM_PARAMETERS * 4, 4
+    assert found["replicated"]["all-reduce"]["bytes"] == whole_bytes + loss_bytes
+    for name in ("ZeRO-1", "FSDP", "FSDP, reshard_after_forward"):
+        assert found[name]["reduce-scatter"]["bytes"] == whole_bytes // 2
+        assert found[name]["all-gather"]["bytes"] == whole_bytes
 
 
 def test_a_row_that_fails_is_named_and_fails_the_command() -> None:
@@ -80,13 +166,10 @@ def test_a_row_that_fails_is_named_and_fails_the_command() -> None:
 
 def test_the_models_have_the_sizes_of_their_papers() -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from models import all_models\n"
         "print({name: (len(m.shapes), m.num_parameters) for name, m in all_models().items()})\n"
     )
-    command = [sys.executable, "-c", code, str(ROOT / "benchmarks")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == str(
+    assert run_code(code) == str(
         {
             "L=50 D=32 B=64": (100, 50 * (32 * 32 + 32)),
             "L=150 D=16 B=64": (300, 150 * (16 * 16 + 16)),
@@ -120,16 +203,23 @@ def test_a_call_is_set_against_the_faster_direct_way() -> None:
     assert forms["TrainStep"]["over_call_us"] == forms["TrainStep"]["call_us"] - fastest
 
 
-def test_a_report_has_every_run_and_the_notes(step_result: dict[str, Any], tmp_path: Path) -> None:
-    for run_number in (1, 2):
-        (tmp_path / f"step-{run_number}.json").write_text(json.dumps(step_result))
+def test_a_report_has_every_run_and_the_notes(
+    step_result: dict[str, Any], memory_result: dict[str, Any], tmp_path: Path
+) -> None:
+    [row] = step_result["rows"]
+    older = {name: figures for name, figures in row["forms"].items() if "to_replicated" not in figures}
+    (tmp_path / "step-1.json").write_text(json.dumps(step_result | {"rows": [row | {"forms": older}]}))
+    (tmp_path / "step-2.json").write_text(json.dumps(step_result))
+    (tmp_path / "memory.json").write_text(json.dumps(memory_result))
     (tmp_path / "performance-notes.md").write_text("## What bounds it\n\nMemory.\n")
     results = [str(path) for path in sorted(tmp_path.glob("*.json"))]
     done = run("report.py", *results, "--docs", str(tmp_path))
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "performance.md").read_text()
     assert "| step | 2 |" in page
+    assert f"| - · {row['forms']['jaxsync, FSDP']['to_floor']:.2f} |" in page
+    assert page.count("| FSDP, reshard_after_forward |") == 1
     assert page.endswith("## What bounds it\n\nMemory.\n")
     images = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
-    assert images == ["images/step-bf16.svg", "images/compile.svg"]
+    assert images == ["images/step-bf16.svg", "images/compile.svg", "images/memory.svg"]
     assert all("<svg" in (tmp_path / image).read_text() for image in images)
