@@ -14,6 +14,8 @@ import pytest
 
 import jaxsync
 
+pytest_plugins = ["pytester"]
+
 jaxsync.simulate_devices(8)
 
 

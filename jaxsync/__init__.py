@@ -22,11 +22,11 @@ from jaxsync.ingraph.sharded import shard_optimizer
 from jaxsync.ingraph.transform import clip_by_global_norm, synchronize
 from jaxsync.ingraph.unreduced import sync_unreduced
 from jaxsync.mesh import make_mesh
+from jaxsync.multiprocess.runtime import initialize
 from jaxsync.plan import SyncPlan, make_plan
 from jaxsync.step import TrainStep, make_train_step
 from jaxsync.train_state import TrainState
-
-__version__ = "0.1.0"
+from jaxsync.versions import __version__ as __version__
 
 __all__ = [
     "Audit",
@@ -41,6 +41,7 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
     "guard_dispatch",
+    "initialize",
     "inspect_checkpoint",
     "list_checkpoints",
     "load_checkpoint",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import threading
@@ -31,7 +32,7 @@ from jaxsync.errors import (
 from jaxsync.extras import import_extra
 from jaxsync.host.launcher import check_not_deleted
 from jaxsync.mesh import axis_sizes
-from jaxsync.params import Leaf
+from jaxsync.placement import abstract_params
 from jaxsync.plan import SyncPlan
 from jaxsync.step import TrainStep
 from jaxsync.train_state import TrainState
@@ -39,7 +40,6 @@ from jaxsync.train_state import TrainState
 _FORMAT = 1  # of what is in a checkpoint; a reader refuses what it does not know
 _PARTS = ("params", "opt_state")
 _INFO = "jaxsync"  # the item beside the parts
-_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")  # all that JAX has a name for
 
 # Held while a save is started, so that the look at what is there and the start are one; and while `_pending`
 # is looked at. Saves of one process therefore start one after the other.
@@ -119,8 +119,11 @@ def save_checkpoint(
     waits for it, and raises its error if nobody has asked for it; so does the end of the process, which
     prints the error. A crash between loses that save, and no earlier one.
 
+    Of several processes that train together, all call this, for the same states and a directory that they
+    share: each writes what its devices hold, and the checkpoint is whole when all have.
+
     Threading: any thread; saves start one after the other, and wait for the step that makes `state`. Two
-    processes must not save to one directory.
+    jobs must not save to one directory.
 
     Args:
         directory: Made if it is not there. Each run wants its own.
@@ -166,7 +169,7 @@ def load_checkpoint(
 
     The step may be for other devices, another mesh, sharding, config or buckets than the one that was saved;
     parameters and optimizer state are the same bit for bit. Each array is read to where it is needed: a
-    device reads the parts of sharded arrays that it holds.
+    device reads the parts of sharded arrays that it holds. Of several processes, all call this.
 
     Args:
         directory: As for `save_checkpoint`.
@@ -356,9 +359,13 @@ def _start_save(ocp: Any, root: str, state: TrainState, keep: int | None) -> Che
 
 def _begin_save(ocp: Any, checkpoint: Checkpoint, state: TrainState, keep: int | None) -> Any:
     root, number = checkpoint.directory, checkpoint.number
-    manager = ocp.CheckpointManager(
-        root, options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        cleanup_tmp_directories=True,
+        create=False,
+        multiprocessing_options=_together(ocp, root),
     )
+    manager = ocp.CheckpointManager(root, options=options)
     _check_is_newest(root, manager.all_steps(), number)
     trees = {part: getattr(state, part) for part in _PARTS}
     arrays = {part: stored for part, tree in trees.items() if (stored := _stored(tree))}
@@ -366,6 +373,27 @@ def _begin_save(ocp: Any, checkpoint: Checkpoint, state: TrainState, keep: int |
     items[_INFO] = ocp.args.JsonSave(_make_info(number, state.packed_params.layout.plan, trees))
     manager.save(number, args=ocp.args.Composite(**items), force=True)
     return manager
+
+
+def _together(ocp: Any, root: str) -> Any:
+    """Makes the directory, and how the processes of a job wait for each other while they save.
+
+    With processes named, Orbax waits at the coordinator. Else it launches a collective to wait by, from the
+    thread of the save, which may meet the collectives of a step in another order on another process, and
+    which does not wait for a slow disk.
+    """
+    if jax.process_index() == 0:
+        _path(root).mkdir(parents=True, exist_ok=True)
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    # A name is used once; the processes count their saves alike, since all of them make each save.
+    name = f"jaxsync-save-{next(_save_numbers)}"
+    processes = set(range(jax.process_count()))
+    ocp.multihost.sync_global_processes(f"{name}-directory", processes=processes)
+    return ocp.options.MultiprocessingOptions(active_processes=processes, barrier_sync_key_prefix=name)
+
+
+_save_numbers = itertools.count()
 
 
 def _check_is_newest(root: str, there: Sequence[int], number: int) -> None:
@@ -414,7 +442,14 @@ def _version() -> str:
 
 def _reader(ocp: Any, root: str) -> Any:
     # Not `read_only`, which writes two warnings to stderr each time; nothing is written without a save.
-    return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(create=False))
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=_alone(ocp))
+    return ocp.CheckpointManager(root, options=options)
+
+
+def _alone(ocp: Any) -> Any:
+    """How a process reads: it waits for no other, each reads what its own devices hold."""
+    process = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
 
 
 def _open(ocp: Any, root: str, number: int | None) -> tuple[Any, int]:
@@ -457,18 +492,13 @@ def _read_error(root: str, number: int, error: Exception) -> CheckpointReadError
 
 def _zeros(plan: SyncPlan) -> Any:
     """Parameters to be replaced. On the host one element stands for all of an array."""
-    keys = {str(key.dtype): key for key in map(_key, _KEY_IMPLS)}
 
-    def zeros(leaf: Leaf) -> Any:
-        if leaf.kind == "key" and leaf.dtype in keys:
-            return jnp.broadcast_to(keys[leaf.dtype], leaf.shape)
-        return np.broadcast_to(np.zeros((), jnp.dtype(leaf.dtype)), leaf.shape)
+    def zeros(x: jax.ShapeDtypeStruct) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(x.shape, x.dtype)
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
-    return jax.tree.unflatten(plan.treedef, map(zeros, plan.leaves))
-
-
-def _key(impl: str) -> jax.Array:
-    return jax.random.key(0, impl=impl)
+    return jax.tree.map(zeros, abstract_params(plan))
 
 
 def _check_leaves(info: CheckpointInfo, state: TrainState, root: str, plan: SyncPlan) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax.sharding import Mesh
 
 from jaxsync.config import SyncConfig
 from jaxsync.errors import (
+    ArgumentError,
     CallbackError,
     ClosedError,
     DataShardedError,
+    ForeignDeviceError,
     ForkedProcessError,
     NotRegisteredError,
     SetMismatchError,
@@ -35,6 +38,8 @@ from jaxsync.host.recorder import Recorder
 from jaxsync.host.state import Setup, State, open_step
 from jaxsync.host.ticket import Ticket
 from jaxsync.mesh import format_mesh
+from jaxsync.multiprocess.consent import Consent
+from jaxsync.multiprocess.values import is_whole
 from jaxsync.placement import check_replicas_equal, place_leaves
 from jaxsync.plan import SyncPlan, make_plan
 from jaxsync.submission import shapes
@@ -51,6 +56,10 @@ class SyncClient:
 
     For work that is not one compiled step: one thread for each device, or one thread that goes through
     them. (A compiled step needs `make_train_step`; `defer` is useful beside it.) A context manager.
+
+    The mesh may span several processes. Each makes a client and acts for its own devices alone. A step is
+    launched when all devices of this process have handed over, and waits for those of the others. All must
+    register the same, at the same step, and take part with the same leaves.
 
     In each step a device announces leaves (`register_sync_parameters(..., device=...)`; a device that does
     not, and submits, takes part with all), hands over gradients and ends with `submit_sync_collective`. A
@@ -88,6 +97,7 @@ class SyncClient:
         self._loop = Loop(self._exchange, self._setup(empty), "jaxsync-loop")
         self._exchange.post = self._loop.post
         self._exchange.has_pending = self._loop.has_pending
+        self._exchange.announced = functools.partial(_announced, self._loop)
         # Runs when the last reference goes, and at exit.
         self._finalizer = finalizer = weakref.finalize(self, _shut_down, self._loop, self._pid)
         _open.add(self)
@@ -103,7 +113,7 @@ class SyncClient:
         return self._registered_plan("client.plan")
 
     def register_sync_parameters(
-        self, params: Any, specs: Any = None, *, device: Device | None = None
+        self, params: Any, specs: Any = None, *, device: Device | None = None, broadcast: bool = True
     ) -> Any:
         """Registers the parameters; or announces the leaves of one device's coming step.
 
@@ -113,6 +123,8 @@ class SyncClient:
                 registered yet, the first announcement registers.
             specs: As for `make_plan`; without `device` only.
             device: A device of the mesh, or its index.
+            broadcast: With several processes and without `device`: whether the values of the first process
+                count for all. If not, they must have equal values.
 
         Returns:
             Without `device`: the parameters as arrays on the mesh, in buffers of their own. With `device`:
@@ -125,11 +137,14 @@ class SyncClient:
             DuplicateError: That device has announced, or begun to submit, before in this step.
             UnknownNameError: There is no such device.
             SetMismatchError: Devices announce different leaves, shapes or dtypes: fails all.
+            ForeignDeviceError: Another process owns the device.
+            DisagreementError: Processes register something else: on every one of them.
+            AbsentProcessError: Processes did not come to register in time.
             JaxsyncError: What the client is broken by.
         """
         self._check("register_sync_parameters", params)
         if device is not None:
-            self._announce(params, self._index(device))
+            self._announce(params, self._index(device, "register_sync_parameters"))
             return params
         check_replicas_equal(params)
         plan = make_plan(params, self.mesh, specs, self.config)
@@ -138,7 +153,8 @@ class SyncClient:
             raise DataShardedError(function="SyncClient", leaves=over_data, axes=plan.data_axes)
         with self._adopting:
             self._adopt(plan)
-        return jax.tree.unflatten(plan.treedef, place_leaves(jax.tree.leaves(params), plan, copy=True))
+        leaves = self._exchange.consent.share(jax.tree.leaves(params), is_broadcast=broadcast)
+        return jax.tree.unflatten(plan.treedef, place_leaves(leaves, plan, copy=True))
 
     def submit_gradient_sync(self, device: Device, name_or_tree: Any, grad: Any = None) -> None:
         """Hands over gradients of one device. Returns at once.
@@ -156,11 +172,12 @@ class SyncClient:
             DuplicateError: A gradient was handed over before in this step.
             StepOverlapError: The device is two steps ahead of another.
             UnknownNameError: There is no such device or leaf.
+            ForeignDeviceError: Another process owns the device.
             NotRegisteredError: Nothing has been registered.
             JaxsyncError: What the client is broken by.
         """
         self._check("submit_gradient_sync", (name_or_tree, grad))
-        index = self._index(device)
+        index = self._index(device, "submit_gradient_sync")
         self._registered_plan("submit_gradient_sync")
         gradients = self._exchange.intake.gradients(index, name_or_tree, grad)
         mask = sum(1 << leaf for leaf in gradients)
@@ -182,13 +199,14 @@ class SyncClient:
 
         Raises:
             UnknownNameError: There is no such device.
+            ForeignDeviceError: Another process owns the device.
             StepOverlapError: The device is two steps ahead of another.
             NotRegisteredError: Nothing has been registered.
             JaxsyncError: What the client is broken by.
         """
         self._check("submit_sync_collective")
         self._registered_plan("submit_sync_collective")
-        index = self._index(device)
+        index = self._index(device, "submit_sync_collective")
         number = self._exchange.next_number()
         ticket = self._ticket(f"the sync of {self._exchange.explainer.devices[index]}")
         self._exchange.tickets[number] = ticket
@@ -200,21 +218,32 @@ class SyncClient:
             raise
         return ticket
 
-    def defer(self, callback: Callable[..., Any], *arrays: Any) -> Ticket[Any]:
+    def defer(
+        self, callback: Callable[..., Any], *arrays: Any, on: Literal["all", "first"] = "all"
+    ) -> Ticket[Any]:
         """Runs `callback(*host_values)` on the loop's thread once the arrays are ready.
 
         Args:
             callback: Gets NumPy values; what it returns answers the ticket.
             *arrays: Arrays, or trees of them.
+            on: With several processes: whether the callback runs in `"all"` that call this, or in the
+                `"first"` of the mesh alone. In the others the ticket is answered with None.
 
         Returns:
             A ticket; nobody needs to wait for it. If the callback raises, the ticket does, or else `close`.
 
         Raises:
+            ArgumentError: `on` is something else; or an array is sharded over several processes.
             TracedSubmissionError: Called inside a traced function.
             JaxsyncError: What the client is broken by.
         """
         self._check("defer", arrays)
+        if on not in ("all", "first"):
+            wanted = "'all' or 'first'"
+            raise ArgumentError(function="SyncClient.defer", argument="on", got=repr(on), wanted=wanted)
+        if on == "first" and not self._exchange.is_first:
+            callback, arrays = _do_nothing, ()
+        _check_in_reach(arrays)
         while len(self._exchange.deferred) >= _MAX_DEFERRED and not self._loop.is_loop_thread():
             with contextlib.suppress(IndexError):  # the client was closed meanwhile
                 self._exchange.deferred[0].ticket.wait_until_done()
@@ -241,7 +270,7 @@ class SyncClient:
             device: The device it happened on.
         """
         self._check("abort")
-        devices = () if device is None else (self._index(device),)
+        devices = () if device is None else (self._index(device, "abort"),)
         self._loop.post(Fail(cause=self._exchange.note_cause(error), devices=devices))
         self._loop.poke()
 
@@ -352,6 +381,8 @@ class SyncClient:
         raise error
 
     def _adopt(self, plan: SyncPlan) -> None:
+        consent = Consent(plan, self.mesh, {})
+        consent.ask("the registered parameters", lambda: {"next step": str(self._loop.state.first)})
         if self._plan == plan and self._plan.treedef == plan.treedef:  # a list and a tuple have equal paths
             return
 
@@ -368,7 +399,7 @@ class SyncClient:
 
     def _setup(self, plan: SyncPlan) -> Setup:
         return Setup(
-            num_devices=self.mesh.size,
+            num_devices=len(self._exchange.devices),
             buckets=tuple(sum(1 << leaf for leaf in bucket.leaves) for bucket in plan.buckets),
             is_strict=self.config.unused == "error",
             timeout_s=self.config.timeout_s,
@@ -395,13 +426,19 @@ class SyncClient:
     def _ticket(self, what: str) -> Ticket[Any]:
         return Ticket(what, poke=self._loop.poke, is_loop_thread=self._loop.is_loop_thread)
 
-    def _index(self, device: Device) -> int:
-        devices = self._exchange.devices
-        if isinstance(device, int) and not isinstance(device, bool) and 0 <= device < len(devices):
-            return device
-        for index, known in enumerate(devices):
-            if known is device or known == device:
-                return index
+    def _index(self, device: Device, function: str) -> int:
+        """The index of a device among those of this process."""
+        is_device = isinstance(device, int | jax.Device) and not isinstance(device, bool)
+        if is_device and (index := self._exchange.index_of.get(device)) is not None:
+            return index
+        for place, known in enumerate(self.mesh.devices.flat):
+            if is_device and device in (place, known):
+                raise ForeignDeviceError(
+                    function=function,
+                    device=str(known),
+                    owner=known.process_index,
+                    process=jax.process_index(),
+                )
         raise UnknownNameError(kind="device", names=(str(device),), known=self._exchange.explainer.devices)
 
     def _registered_plan(self, function: str) -> SyncPlan:
@@ -421,6 +458,33 @@ class SyncClient:
     def _check_fork(self, function: str) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcessError(function=function)
+
+
+def _do_nothing() -> None:
+    """What a callback for the first process is in the others."""
+
+
+def _announced(loop: Loop, step: int) -> int:
+    """The leaves that this process's devices take part with in an open step."""
+    state = loop.state
+    index = step - state.first
+    return (state.steps[index].announced[0] or 0) if 0 <= index < len(state.steps) else 0
+
+
+def _check_in_reach(arrays: Any) -> None:
+    """Refuses arrays of which this process cannot see all."""
+    hidden = [
+        f"arrays{jax.tree_util.keystr(path)}"
+        for path, x in jax.tree_util.tree_leaves_with_path(arrays)
+        if isinstance(x, jax.Array) and not is_whole(x)
+    ]
+    if hidden:
+        wanted = (
+            "arrays of this process, or replicated ones: one that is sharded over processes must be gathered"
+        )
+        raise ArgumentError(
+            function="SyncClient.defer", argument="arrays", got=", ".join(hidden), wanted=wanted
+        )
 
 
 def _drain(exchange: Exchange, timeout_s: float) -> None:

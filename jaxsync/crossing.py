@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxsync.ingraph import reduce
-from jaxsync.placement import concrete_mesh
+from jaxsync.placement import concrete_mesh, local_devices
 from jaxsync.plan import SyncPlan
 
 Shape = tuple[int, ...]
@@ -27,21 +27,21 @@ def assemble(plan: SyncPlan, gradients: Sequence[Sequence[Sequence[jax.Array]]])
 
     Args:
         plan: The plan.
-        gradients: For each device of the mesh, for each bucket, one array a leaf, on that device. They are
-            ready: on CPU, a program with collectives that is launched on others can end the process.
+        gradients: For each device of this process, for each bucket, one array a leaf, on that device. They
+            are ready: on CPU, a program with collectives that is launched on others can end the process.
 
     Returns:
         Arrays that are ready. That of a single leaf holds the given arrays without a copy.
     """
     mesh = concrete_mesh(plan)
-    pieces = [_pack_on(device, own) for device, own in zip(mesh.devices.flat, gradients, strict=True)]
+    pieces = [_pack_on(device, own) for device, own in zip(local_devices(mesh), gradients, strict=True)]
     jax.block_until_ready(pieces)
     return [_assemble_one(plan, mesh, own) for own in zip(*pieces, strict=True)]
 
 
 def _assemble_one(plan: SyncPlan, mesh: Mesh, pieces: Sequence[jax.Array]) -> jax.Array:
     shape = pieces[0].shape
-    stacked = (shape[0] * len(pieces), *shape[1:]) if shape else ()
+    stacked = (shape[0] * mesh.size, *shape[1:]) if shape else ()
     sharding = NamedSharding(mesh, _block_spec(plan, shape))
     return jax.make_array_from_single_device_arrays(stacked, sharding, pieces)
 
@@ -71,7 +71,7 @@ def _pack(buckets: list[list[jax.Array]]) -> list[jax.Array]:
 
 
 def take_out(arrays: Sequence[jax.Array]) -> list[list[jax.Array]]:
-    """For each device its block of every array, without a copy.
+    """For each device of this process its block of every array, without a copy.
 
     Threading: no other thread may look into the arrays meanwhile: JAX splits one into its blocks at the first
     look, and a second thread sees part of them (0.10.2).

@@ -46,7 +46,7 @@ def simulate_devices(n: int) -> None:
         return
     if _simulated is not None:
         raise BackendStartedError(asked=n, found=f"simulate_devices({_simulated}) was called before")
-    if _has_backend_started():
+    if has_backend_started():
         _check_started_backend(n)
     else:
         os.environ[_POOL_SIZE] = str(max(_THREADS_A_DEVICE * n, _num_pool_threads()))
@@ -61,7 +61,8 @@ def _num_pool_threads() -> int:
     return int(value) if value.isdigit() else os.cpu_count() or 1
 
 
-def _has_backend_started() -> bool:
+def has_backend_started() -> bool:
+    """Whether JAX has made its devices. Starts nothing."""
     # JAX has no public question for this, but refuses to change this setting once the backend is up.
     count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # made at run time
     try:
@@ -73,17 +74,18 @@ def _has_backend_started() -> bool:
 
 
 def _check_started_backend(n: int) -> None:
-    devices = jax.devices()
+    devices = jax.local_devices()
     platform, count = devices[0].platform, len(devices)
     if platform == "cpu" and count == n and _num_pool_threads() >= _THREADS_A_DEVICE * n:
         return
     found = f"JAX has already started with {count} {platform} device{'s' * (count != 1)}"
     if platform == "cpu" and count == n:
         found += f" on a pool of {_num_pool_threads()} threads, which can starve"
-    raise BackendStartedError(asked=n, found=found, causes=tuple(_likely_causes()))
+    raise BackendStartedError(asked=n, found=found, causes=tuple(likely_causes()))
 
 
-def _likely_causes() -> list[str]:
+def likely_causes() -> list[str]:
+    """What may have made JAX start its devices: one line each."""
     holders = [
         f"module {name!r} holds the array {attribute!r}, made when it was imported or run"
         for name, module in list(sys.modules.items())

@@ -38,9 +38,26 @@
     ├── CallbackError          (RuntimeError)         a deferred callback raised; the cause is attached
     ├── WrongThreadError       (RuntimeError)         a wait on the thread that would have to answer
     ├── ForkedProcessError     (RuntimeError)         a call in a forked child
+    ├── InitializationError    (RuntimeError)         several processes that cannot be made one job
+    ├── AbsentProcessError     (TimeoutError)         a process that did not come in time
+    ├── PeerLostError          (ConnectionError)      a process that died or stopped while others needed it
+    ├── DisagreementError      (ValueError)           processes that do not run the same job
+    ├── ForeignDeviceError     (ValueError)           a device that another process owns
+    ├── LaunchError            (OSError)              a command that cannot be started
     ├── CheckpointReadError    (OSError)              a checkpoint that is not there, or cannot be read
     ├── CheckpointWriteError   (OSError)              a checkpoint that cannot be written
-    └── CheckpointMismatchError (ValueError)          a checkpoint of other leaves
+    ├── CheckpointMismatchError (ValueError)          a checkpoint of other leaves
+    ├── RunReadError           (OSError)              a run's files that are not there, or are damaged
+    ├── RunWriteError          (OSError)              a run's files that cannot be written
+    ├── ReportWriteError       (OSError)              a page or trace that cannot be written
+    ├── SubjectError           (ValueError)           a function of the user's own that cannot be audited
+    ├── GradientMismatchError  (AssertionError)       gradients that are not what one device computes
+    ├── ReplicasDifferError    (AssertionError)       devices that hold different values
+    ├── CollectiveCountError   (AssertionError)       a program with other collectives than expected
+    ├── RecompiledError        (AssertionError)       a program compiled where none should be
+    ├── LeakError              (AssertionError)       what a test left behind
+    ├── MeshMarkError          (AssertionError)       a mark that asks for more devices than there are
+    └── FaultMissedError       (AssertionError)       an injected fault that never struck
 
 Each class owns its text: what happened, where (one line a place), and what to do. A raise gives only
 the facts, as keyword fields, which stay readable on the exception and survive pickling.
@@ -51,6 +68,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
+
+from jaxsync.report.markup import element, fragment
 
 E = TypeVar("E", bound="JaxsyncError")
 
@@ -92,6 +111,22 @@ class JaxsyncError(Exception):
             lines.append(f"  - and {len(places) - _MAX_PLACES} more")
         lines.append(f"To fix it: {self.fix()}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.what()}>"
+
+    def _repr_html_(self) -> str:
+        places = [element("li", place) for place in self.places()[:_MAX_PLACES]]
+        if (rest := len(self.places()) - _MAX_PLACES) > 0:
+            places.append(element("li", f"and {rest} more"))
+        what, _, table = self.fix().partition("\nThe last events:\n")
+        parts = [
+            element("p", f"{type(self).__name__}: {self.what()}"),
+            *([element("ul", *places)] if places else []),
+            element("p", f"To fix it: {what}"),
+            *([element("p", "The last events:"), element("pre", table)] if table else []),
+        ]
+        return fragment(element("div", *parts, class_="bad"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception pickles as cls(*args); ours are made from keywords only.
@@ -789,6 +824,132 @@ class ForkedProcessError(JaxsyncError, RuntimeError):
 
 
 @_error
+class InitializationError(JaxsyncError, RuntimeError):
+    """`jaxsync.initialize` was called too late, twice, or with arguments that do not make a job."""
+
+    reason: str
+    problems: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        return f"jaxsync.initialize: {self.reason}."
+
+    def places(self) -> Sequence[str]:
+        return self.problems
+
+    def fix(self) -> str:
+        return (
+            "call jaxsync.initialize once, before anything makes an array or lists devices: with one "
+            "coordinator_address (a free port on the machine of process 0) and num_processes for all, and a "
+            "process_id of its own for each; or with none of them, under a launcher that sets them."
+        )
+
+
+@_error
+class AbsentProcessError(JaxsyncError, TimeoutError):
+    """A process that did not come in time. `missing`: the processes; `waited_for`: where they should be."""
+
+    waited_for: str
+    missing: tuple[int, ...]
+    num_processes: int
+    timeout_s: float
+
+    def what(self) -> str:
+        number = str(len(self.missing)) if self.missing else "Some"  # who came late sees all of them
+        return (
+            f"{number} of {self.num_processes} processes did not come to {self.waited_for} within "
+            f"{self.timeout_s:g} s."
+        )
+
+    def places(self) -> Sequence[str]:
+        return [f"process {process} is missing" for process in self.missing]
+
+    def fix(self) -> str:
+        return (
+            "see in their logs whether they were started, ended early or take another way through the "
+            "program: all processes must run the same calls in the same order. If they are only slow, raise "
+            "the timeout: jaxsync.initialize(timeout_s=...)."
+        )
+
+
+@_error
+class PeerLostError(JaxsyncError, ConnectionError):
+    """A process that died or stopped while others needed it; `__cause__` is what was seen of it."""
+
+    seen: str
+    processes: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        return f"Another process is lost: {self.seen}."
+
+    def places(self) -> Sequence[str]:
+        return self.processes
+
+    def fix(self) -> str:
+        return (
+            "find the process whose log ends first, and start all processes anew, from the last checkpoint. "
+            "If one was only slow, raise the timeouts: jaxsync.initialize(collective_timeout_s=...)."
+        )
+
+
+@_error
+class DisagreementError(JaxsyncError, ValueError):
+    """Processes that do not run the same job. `differences`: one line each. Nothing was launched."""
+
+    subject: str
+    differences: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"The processes do not agree on {self.subject}, so nothing was launched."
+
+    def places(self) -> Sequence[str]:
+        return self.differences
+
+    def fix(self) -> str:
+        return (
+            "run the same program, with the same versions, configuration and order of devices, in every "
+            "process; what may differ is the rows of the batch."
+        )
+
+
+@_error
+class ForeignDeviceError(JaxsyncError, ValueError):
+    """A device that another process owns. `device`, `owner` and the caller's own process."""
+
+    function: str
+    device: str
+    owner: int
+    process: int
+
+    def what(self) -> str:
+        owner = f"belongs to process {self.owner}, and this is process {self.process}"
+        return f"{self.function}: {self.device} {owner}."
+
+    def fix(self) -> str:
+        return (
+            "let each process act for its own devices only: those of mesh.devices.flat whose process_index "
+            "is jax.process_index()."
+        )
+
+
+@_error
+class LaunchError(JaxsyncError, OSError):
+    """A command that cannot be started. Processes that were started before it have been ended."""
+
+    command: tuple[str, ...]
+    process: int
+    reason: str
+
+    def what(self) -> str:
+        return f"Process {self.process} could not be started: {self.command[0]}: {self.reason}."
+
+    def fix(self) -> str:
+        return (
+            "give the program and its arguments after `--`, as a shell would find them from here: "
+            "`jaxsync launch -n 4 -- python train.py`."
+        )
+
+
+@_error
 class CheckpointReadError(JaxsyncError, OSError):
     """A checkpoint that is not there, or cannot be read. `found`: what is in the directory."""
 
@@ -853,4 +1014,218 @@ class CheckpointMismatchError(JaxsyncError, ValueError):
         return (
             "load it with a step whose parameters and optimizer have these leaves; only devices, mesh, "
             "specs and config may differ from those it was saved with."
+        )
+
+
+@_error
+class GradientMismatchError(JaxsyncError, AssertionError):
+    """Gradients that are not what one device computes. `leaves`: path and finding of each."""
+
+    leaves: tuple[tuple[str, str], ...]
+    num_compared: int
+
+    def what(self) -> str:
+        verb = "differs" if len(self.leaves) == 1 else "differ"
+        number = f"{len(self.leaves)} of {_count(self.num_compared, 'value', 'values')}"
+        return f"{number} {verb} from what one device computes."
+
+    def places(self) -> Sequence[str]:
+        return [f"{path}: {finding}" for path, finding in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "reduce every gradient once, over the axes that carry the batch and no other: "
+            "jaxsync.value_and_grad(loss_fn, plan) does. See that loss_fn, on one device, is the loss of the "
+            "whole batch; if all is right but the rounding, pass rtol=."
+        )
+
+
+@_error
+class ReplicasDifferError(JaxsyncError, AssertionError):
+    """Devices that should hold the same values, and do not. `leaves`: path and the two devices."""
+
+    leaves: tuple[tuple[str, str, str], ...]
+
+    def what(self) -> str:
+        return f"The replicas of {_count(len(self.leaves), 'array', 'arrays')} hold different values."
+
+    def places(self) -> Sequence[str]:
+        return [f"tree{path}: {first} and {second} differ" for path, first, second in self.leaves]
+
+    def fix(self) -> str:
+        return (
+            "reduce what devices add to, before it is returned with a replicated spec; keep check_vma=True, "
+            "which refuses most of these; start every device from the same values, and decide (skip, clip, "
+            "stop) by numbers that were reduced."
+        )
+
+
+@_error
+class CollectiveCountError(JaxsyncError, AssertionError):
+    """A program with other collectives than expected. `problems`: one line a kind; `table`: all it has."""
+
+    problems: tuple[str, ...]
+    table: str
+
+    def what(self) -> str:
+        return "The compiled program does not have the collectives it should have."
+
+    def places(self) -> Sequence[str]:
+        return self.problems
+
+    def fix(self) -> str:
+        return (
+            "reduce once a step, outside loops, by bucket (jaxsync.sync_gradients); or, if the program is "
+            f"right, name every kind with its number.\nIts collectives:\n{self.table}"
+        )
+
+
+@_error
+class RecompiledError(JaxsyncError, AssertionError):
+    """Programs that were compiled where none should be. `functions`: the name of each, in order."""
+
+    functions: tuple[str, ...]
+
+    def what(self) -> str:
+        number = _count(len(self.functions), "program was", "programs were")
+        return f"{number} compiled inside no_recompile()."
+
+    def places(self) -> Sequence[str]:
+        counts = {name: self.functions.count(name) for name in self.functions}
+        return [name if count == 1 else f"{name}, {count} times" for name, count in counts.items()]
+
+    def fix(self) -> str:
+        return (
+            "call everything once before the block (operations outside jit compile too), and keep shapes, "
+            "dtypes, weak types and shardings as they were; make functions and meshes once, not in the loop. "
+            "jax.config.update('jax_explain_cache_misses', True) tells what was new."
+        )
+
+
+@_error
+class LeakError(JaxsyncError, AssertionError):
+    """What a test left behind. `leaks`: one line each."""
+
+    leaks: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"The test left {_count(len(self.leaks), 'thing', 'things')} behind."
+
+    def places(self) -> Sequence[str]:
+        return self.leaks
+
+    def fix(self) -> str:
+        return (
+            "let every device sync, wait for its ticket, join each thread, and keep no array in a global. If "
+            "something else keeps it rightly, leave that check out: jaxsync_leak_checks = threads tickets."
+        )
+
+
+@_error
+class MeshMarkError(JaxsyncError, AssertionError):
+    """A mesh mark that asks for more devices than there are."""
+
+    mesh: str
+    asked: int
+    found: int
+    platform: str
+
+    def what(self) -> str:
+        found = f"JAX has {self.found} ({self.platform})"
+        return f"The mark mesh({self.mesh}) needs {self.asked} devices; {found}."
+
+    def fix(self) -> str:
+        return (
+            f"run pytest --jaxsync-devices={self.asked}, or set jaxsync_devices = {self.asked} in pytest's "
+            "configuration."
+        )
+
+
+@_error
+class FaultMissedError(JaxsyncError, AssertionError):
+    """Injected faults that never struck, so that nothing was tested. `faults`: one line each."""
+
+    faults: tuple[str, ...]
+
+    def what(self) -> str:
+        return f"{_count(len(self.faults), 'injected fault', 'injected faults')} never struck."
+
+    def places(self) -> Sequence[str]:
+        return self.faults
+
+    def fix(self) -> str:
+        return (
+            "use the client that inject_faults gives in place of the other, and count steps from 0 at the "
+            "beginning of the block, for each device."
+        )
+
+
+@_error
+class RunReadError(JaxsyncError, OSError):
+    """The files of a run that are not there, or are damaged. `found`: what is in the directory."""
+
+    directory: str
+    reason: str
+    found: tuple[str, ...] = ()
+
+    def what(self) -> str:
+        return f"No run could be read from {self.directory}: {self.reason}."
+
+    def places(self) -> Sequence[str]:
+        return self.found
+
+    def fix(self) -> str:
+        return (
+            "give the directory of a run: what `jaxsync train CONFIG --run-dir DIR` or "
+            "jaxsync.run_log.RunLog wrote to. A line of steps.jsonl that is damaged can be deleted; run.json "
+            "cannot be mended."
+        )
+
+
+@_error
+class RunWriteError(JaxsyncError, OSError):
+    """The files of a run that cannot be written."""
+
+    directory: str
+    reason: str
+
+    def what(self) -> str:
+        return f"The run cannot be written to {self.directory}: {self.reason}."
+
+    def fix(self) -> str:
+        return (
+            "give each run a directory of its own that can be written to and has room; to go on with the run "
+            "that is there: RunLog.open(directory, header, resume=True)."
+        )
+
+
+@_error
+class ReportWriteError(JaxsyncError, OSError):
+    """A page or trace that cannot be written."""
+
+    file: str
+    reason: str
+
+    def what(self) -> str:
+        return f"The report cannot be written to {self.file}: {self.reason}."
+
+    def fix(self) -> str:
+        return "name a file in a folder that exists and can be written to."
+
+
+@_error
+class SubjectError(JaxsyncError, ValueError):
+    """A function of the user's own that cannot be audited."""
+
+    reference: str
+    problem: str
+
+    def what(self) -> str:
+        return f"{self.reference!r} cannot be audited: {self.problem}."
+
+    def fix(self) -> str:
+        return (
+            "name a function as package.module:function. It takes no arguments and returns (fn, *args): a "
+            "step and the arguments to compile it for. Its module is looked for in the current folder, and "
+            "where Python looks (PYTHONPATH)."
         )

@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import threading
 import time
 import traceback
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsync.buckets import Bucket
 from jaxsync.crossing import assemble, sync_program, take_out
 from jaxsync.errors import CallbackError, ClosedError, JaxsyncError
 from jaxsync.host.explain import Explainer
@@ -37,9 +39,12 @@ from jaxsync.host.messages import (
     Warn,
     bits,
 )
+from jaxsync.host.peers import peer_error
 from jaxsync.host.recorder import Recorder
 from jaxsync.host.ticket import Ticket, raising
-from jaxsync.placement import concrete_mesh
+from jaxsync.multiprocess.agreement import mesh_processes
+from jaxsync.multiprocess.consent import Consent
+from jaxsync.placement import concrete_mesh, local_devices
 from jaxsync.plan import SyncPlan
 from jaxsync.submission import Intake
 
@@ -106,6 +111,7 @@ class Exchange:
         self.counts = dict.fromkeys(("submissions", "launches", "bytes", "steps", "callbacks"), 0)
         self.post: Callable[[Message], Any] = lambda message: None  # the loop's, once there is one
         self.has_pending: Callable[[], bool] = lambda: False  # the loop's too
+        self.announced: Callable[[int], int] = lambda step: 0  # the leaves of an open step, as the loop knows
         self._numbers = itertools.count()
         self._gradients: dict[
             tuple[int, int], dict[int, jax.Array]
@@ -114,13 +120,24 @@ class Exchange:
         self._waiting: deque[Launch] = deque()  # loop thread only, as are the next two
         self._running: deque[Running] = deque()
         self._paused_s = 0.0
+        self._last_launched = -1  # step; loop thread only, as is the next
+        # The leaves that all processes took part with in the step before; None if they must say so first.
+        self._agreed: int | None = None
         self.use(plan)
 
     def use(self, plan: SyncPlan) -> None:
         """Takes another plan, while no step is open."""
         self.plan = plan
         self.mesh = concrete_mesh(plan)
-        self.devices = list(self.mesh.devices.flat)
+        self.devices = local_devices(self.mesh)
+        # By what callers name a device, the device itself or its index in the mesh -> its index here.
+        places = {device: place for place, device in enumerate(self.mesh.devices.flat)}
+        self.index_of: dict[Any, int] = {}
+        for index, device in enumerate(self.devices):
+            self.index_of[device] = self.index_of[places[device]] = index
+        self.is_first = jax.process_index() == mesh_processes(self.mesh)[0]
+        self.consent = Consent(plan, self.mesh, {})
+        self._agreed = functools.reduce(operator.or_, map(_mask, plan.buckets), 0)  # as registered
         self._window = resolve_window(plan.config.max_in_flight, self.devices[0].platform)
         self._is_wide = any(bucket.dtype in ("float64", "complex128") for bucket in plan.buckets)
         self.intake = Intake(plan, self.devices)
@@ -253,6 +270,8 @@ class Exchange:
             self._gradients.pop((step, device), None)
         self._results.pop(step, None)
         self.counts["steps"] += 1
+        if step > self._last_launched:  # nobody here took part: is the next one the others' next, too?
+            self._agreed = None
 
     def _is_launchable(self, launch: Launch) -> bool:
         """Whether all inputs are ready: on CPU a program launched on others can end the process."""
@@ -271,16 +290,40 @@ class Exchange:
         """
         if not self._waiting:
             return []
+        if self.consent.is_needed:
+            return self._shared_step()
         first = self._waiting[0]
         whole = [launch for launch in self._waiting if launch.step == first.step]
         if len(whole) == len(self.plan.buckets) and all(map(self._is_launchable, whole)):
             return whole
         return [first] if self._is_launchable(first) else []
 
+    def _shared_step(self) -> list[Launch]:
+        """All launches of the oldest step, if they are all there.
+
+        As one program always, whatever was ready first here: every process must launch the same programs.
+        """
+        step = self._waiting[0].step
+        found = [launch for launch in self._waiting if launch.step == step]
+        announced = self.announced(step)
+        num_wanted = sum(bool(_mask(bucket) & announced) for bucket in self.plan.buckets)
+        return found if len(found) == num_wanted and all(map(self._is_launchable, found)) else []
+
+    def _agree_on_leaves(self, step: int, leaves: int) -> None:
+        """Asks the other processes, if this set of leaves is not that of the step before."""
+        if self.consent.is_needed and leaves != self._agreed:
+            names = self.explainer.names(leaves)
+            self.consent.ask(
+                f"the leaves of step {step}",
+                lambda: {"step": str(step), **{f"leaf {name}": "announced" for name in names}},
+            )
+        self._agreed, self._last_launched = leaves, step
+
     def _launch(self, launches: Sequence[Launch]) -> None:
         step, buckets = launches[0].step, tuple(launch.bucket for launch in launches)
         leaves = [bits(launch.leaves) for launch in launches]
         start_s = time.monotonic()
+        self._agree_on_leaves(step, sum(launch.leaves for launch in launches))  # disjoint, as buckets are
         with self._number_types():
             program = sync_program(self.plan, buckets, leaves)
             arrays = assemble(self.plan, self._take_gradients(step, leaves))
@@ -328,7 +371,12 @@ class Exchange:
             raise
 
     def _finish(self, done: Running) -> None:
-        jax.block_until_ready(done.outputs)
+        try:
+            jax.block_until_ready(done.outputs)
+        except Exception as error:
+            if (lost := peer_error(error)) is not None:
+                raise lost from error
+            raise
         results = self._results.setdefault(done.step, [{} for _ in self.devices])
         for result, blocks in zip(results, take_out(done.outputs), strict=True):
             result.update(zip(done.leaves, blocks, strict=True))
@@ -358,6 +406,11 @@ class Exchange:
         deferred.ticket.answer(answer)  # all the same, once: it ran, and somebody may wait for it
         self.deferred.popleft()
         del deferred  # the frames of its exception lead to this one, and are kept for longer than its arrays
+
+
+def _mask(bucket: Bucket) -> int:
+    """The leaves of a bucket as bits."""
+    return sum(1 << leaf for leaf in bucket.leaves)
 
 
 def _callback_error(name: str, cause: BaseException) -> CallbackError:

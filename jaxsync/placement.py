@@ -32,6 +32,20 @@ def concrete_mesh(plan: SyncPlan) -> Mesh:
     return plan.mesh
 
 
+def local_devices(mesh: Mesh) -> list[jax.Device]:
+    """The devices of a mesh that this process owns, in mesh order.
+
+    Raises:
+        MeshError: It owns none.
+    """
+    me = jax.process_index()
+    found = [device for device in mesh.devices.flat if device.process_index == me]
+    if not found:
+        problem = f"process {me} owns none of its devices"
+        raise MeshError(mesh=format_mesh(mesh), problems=(problem,))
+    return found
+
+
 def abstract_params(plan: SyncPlan) -> Any:
     """The plan's tree, with a `ShapeDtypeStruct` in place of each array."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf)) for leaf in plan.leaves]
@@ -93,7 +107,35 @@ def place_leaves(leaves: Sequence[Any], plan: SyncPlan, *, copy: bool = False) -
     # Copied by hand: device_put(..., may_alias=False) still shares the buffer of a device that has one, and
     # the memory of a NumPy array (0.10.2).
     own = [x.copy() if isinstance(x, jax.Array) else np.array(x) for x in leaves] if copy else list(leaves)
-    return list(jax.device_put(own, shardings))
+    return put(own, shardings)
+
+
+def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Arrays as `jax.device_put` places them; of one that several processes share, each places its own part.
+
+    JAX itself would first compare such an array between all processes, with a collective each time.
+
+    Args:
+        arrays: Host or device arrays; each the whole array, the same in every process.
+        shardings: One for each.
+    """
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return list(jax.device_put(list(arrays), list(shardings)))
+    return [_put_part(x, sharding) for x, sharding in zip(arrays, shardings, strict=True)]
+
+
+def _put_part(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # on the mesh of several processes already
+        placed: jax.Array = x if x.sharding == sharding else jax.device_put(x, sharding)
+        return placed
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _put_part(jax.random.key_data(x), sharding)
+        keys: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return keys
+    host = np.asarray(x)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    # A copy, since JAX may share the memory of an array that it is given, and the caller may write there.
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 def check_batch(batch: Any, divisor: int) -> None:

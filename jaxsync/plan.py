@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -15,10 +16,14 @@ from jaxsync.config import SyncConfig
 from jaxsync.errors import ArgumentError, ConfigError
 from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh
 from jaxsync.params import Leaf, make_leaves
-from jaxsync.report import format_bytes, format_table
+from jaxsync.report import format_bytes, format_count
+from jaxsync.report.bucket_map import draw_buckets
+from jaxsync.report.markup import fragment
+from jaxsync.report.plan_form import format_plan, plan_markup
+from jaxsync.report.plan_rows import BucketRow, LeafRow, PlanRows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class SyncPlan:
     """What is synced, over which axes, in which buckets. Immutable, and holds no array.
 
@@ -39,7 +44,7 @@ class SyncPlan:
     leaves: tuple[Leaf, ...]
     buckets: tuple[Bucket, ...]
     treedef: jax.tree_util.PyTreeDef
-    fingerprint: str = field(repr=False)
+    fingerprint: str
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SyncPlan):
@@ -95,28 +100,57 @@ class SyncPlan:
         """Bytes one device hands to the collectives of one sync."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def __str__(self) -> str:
-        header = ["bucket", "leaves", "axes", "wire", "elements", "bytes", "first leaf"]
-        rows = [self._row(index, bucket) for index, bucket in enumerate(self.buckets)]
+    @property
+    def rows(self) -> PlanRows:
+        """The plan for people: its buckets as rows of plain values."""
         passed = sum(not leaf.is_synced for leaf in self.leaves)
-        summary = (
-            f"{len(self.leaves)} leaves ({passed} pass through), {len(self.buckets)} buckets, "
-            f"{self.num_all_reduces} all-reduces, {format_bytes(self.num_bytes)} a step and device"
+        mesh = format_mesh(self.mesh)
+        return PlanRows(
+            title=f"SyncPlan over mesh ({mesh}), {self.config.reduce} over {self.data_axes}",
+            summary=(
+                f"{len(self.leaves)} leaves ({passed} pass through), {len(self.buckets)} buckets, "
+                f"{self.num_all_reduces} all-reduces, {format_bytes(self.num_bytes)} a step and device"
+            ),
+            fingerprint=self.fingerprint,
+            buckets=tuple(self._row(bucket) for bucket in self.buckets),
         )
-        title = f"SyncPlan over mesh ({format_mesh(self.mesh)}), {self.config.reduce} over {self.data_axes}"
-        return "\n".join([title, format_table(header, rows), summary, f"fingerprint {self.fingerprint[:16]}"])
 
-    def _row(self, index: int, bucket: Bucket) -> list[str]:
+    def draw(self) -> str:
+        """An SVG picture: each bucket and leaf as an area in proportion to its bytes.
+
+        >>> import jax, jaxsync
+        >>> plan = make_plan({"w": jax.ShapeDtypeStruct((3,), "float32")}, jaxsync.make_mesh({"data": 8}))
+        >>> "bucket 0: 1 leaf, 12 B, float32 over data" in plan.draw()
+        True
+        """
+        return draw_buckets(self.rows.buckets)
+
+    def __repr__(self) -> str:
+        leaves = format_count(len(self.leaves), "leaf", "leaves")
+        buckets = format_count(len(self.buckets), "bucket")
+        figures = f"{leaves}, {buckets}, {format_bytes(self.num_bytes)} a step"
+        return f"SyncPlan({format_mesh(self.mesh)}; {figures}; fingerprint {self.fingerprint[:16]})"
+
+    def __str__(self) -> str:
+        return format_plan(self.rows)
+
+    def _repr_html_(self) -> str:
+        return fragment(plan_markup(self.rows))
+
+    def _row(self, bucket: Bucket) -> BucketRow:
         wire = bucket.dtype if bucket.dtype == bucket.leaf_dtype else f"{bucket.leaf_dtype} as {bucket.dtype}"
-        return [
-            str(index),
-            str(len(bucket.leaves)),
-            ",".join((*bucket.reduce_axes, *(f"{axis} (scatter)" for axis in bucket.scatter_axes))),
-            wire,
-            str(bucket.num_elements),
-            format_bytes(bucket.num_bytes),
-            self.leaves[bucket.leaves[0]].path,
-        ]
+        item_bytes = bucket.num_bytes // bucket.num_elements
+        return BucketRow(
+            leaves=tuple(
+                LeafRow(path=leaf.path, num_bytes=math.prod(leaf.whole_shape) * item_bytes)
+                for leaf in map(self.leaves.__getitem__, bucket.leaves)
+            ),
+            axes=",".join((*bucket.reduce_axes, *(f"{axis} (scatter)" for axis in bucket.scatter_axes))),
+            wire=wire,
+            num_elements=bucket.num_elements,
+            num_bytes=bucket.num_bytes,
+            kind="scattered" if bucket.scatter_axes else "fused" if bucket.is_fused else "alone",
+        )
 
 
 def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig | None = None) -> SyncPlan:

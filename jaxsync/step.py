@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsync.errors import ArgumentError, DataShardedError, LossError, MeshError, TreeMismatchError
 from jaxsync.host.launcher import (
@@ -28,6 +28,8 @@ from jaxsync.ingraph.packed import Layout, Packed
 from jaxsync.ingraph.sharded import ShardedOptimizer
 from jaxsync.ingraph.shards import Shard, is_shard
 from jaxsync.mesh import format_mesh
+from jaxsync.multiprocess.agreement import mesh_processes
+from jaxsync.multiprocess.consent import Consent
 from jaxsync.placement import (
     abstract_params,
     batch_spec,
@@ -35,6 +37,7 @@ from jaxsync.placement import (
     check_replicas_equal,
     concrete_mesh,
     place_leaves,
+    put,
 )
 from jaxsync.plan import SyncPlan
 from jaxsync.train_state import TrainState, strong_copy
@@ -85,21 +88,37 @@ class TrainStep:
             ndim: NamedSharding(self._mesh, spec)
             for ndim, spec in ((0, PartitionSpec()), (1, plan.batch_spec))
         }
+        self._consent = Consent(
+            plan,
+            self._mesh,
+            {
+                "make_train_step": f"accumulate={accumulate}, donate={donate}, has_aux={has_aux}, "
+                f"weighted={weighted}, skip_nonfinite={skip_nonfinite}, sharded={self._sharded is not None}"
+            },
+        )
         self._window = resolve_window(plan.config.max_in_flight, self._mesh.devices.flat[0].platform)
         self._compiled = self._make_pmap() if self._is_pmap else self._make_jit()
 
-    def init(self, params: Any) -> TrainState:
+    def init(self, params: Any, *, broadcast: bool = True) -> TrainState:
         """The first state: `params` and `tx.init(params)` on the mesh, in buffers of their own.
 
         The caller's arrays are copied, so that donating the state never deletes them; and a tree that
         holds one array twice becomes one that holds two.
 
+        Args:
+            params: The tree of the plan. In each of several processes the whole tree, with global shapes.
+            broadcast: With several processes: whether all start from the values of the first one. If not,
+                they must have equal values.
+
         Raises:
             TreeMismatchError: `params` is not the tree of the plan.
             ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
+            DisagreementError: Processes differ in the plan, the step, versions, or in values.
+            AbsentProcessError: Processes did not come in time.
         """
         leaves, _ = match_tree(params, self.plan, "params")
         check_replicas_equal(params)
+        leaves = self._consent.share(leaves, is_broadcast=broadcast)
         placed = jax.tree.unflatten(self.plan.treedef, place_leaves(leaves, self.plan))
         make = jax.jit(self._make_state, out_shardings=self._state_shardings(placed))
         state: TrainState = make(placed)
@@ -121,15 +140,31 @@ class TrainStep:
             inner = self._compiled if self._is_pmap else self._step
             return inner(state, batch)
         if isinstance(state.step, np.ndarray | np.generic):  # a state from the host
-            state = jax.device_put(state, self._state_shardings(state.params))
+            shardings = jax.tree.leaves(self._state_shardings(state.params))
+            state = jax.tree.unflatten(jax.tree.structure(state), put(jax.tree.leaves(state), shardings))
         held = jax.tree.leaves(state)
         check_not_deleted([*held, *rows], {"state": state, "batch": batch})
         if self._donate:
             check_not_aliased("state", state, held, rows)
+        if self._consent.is_needed:
+            self._agree(state, rows)
         batch = self._place_batch(batch)
         return process_launcher().launch(
             lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
         )
+
+    def _agree(self, state: TrainState, rows: Sequence[Any]) -> None:
+        """Asks the other processes whether they launch the same program; once for each kind of batch."""
+        kinds = tuple((np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for x in rows)
+
+        def facts() -> dict[str, str]:
+            held = {
+                f"state{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)}"
+                for path, x in jax.tree_util.tree_leaves_with_path(state)
+            }
+            return {"batch": ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds), **held}
+
+        self._consent.ask("the training step", facts, key=kinds)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         try:
@@ -332,8 +367,9 @@ class TrainStep:
             check_batch(batch, self.plan.num_replicas * self._accumulate)
             # Copied, since JAX may go on reading a NumPy array after the call: a loader that refills its
             # buffer would train this step on the next step's rows.
-            own = [np.array(x) if isinstance(x, np.ndarray) else x for x in leaves]
-            leaves = jax.device_put(own, shardings)
+            is_shared = self._consent.is_needed  # then `put` copies this process's rows
+            own = [np.array(x) if isinstance(x, np.ndarray) and not is_shared else x for x in leaves]
+            leaves = put(own, shardings)
         return jax.tree.unflatten(treedef, leaves)
 
     def _stack(self, x: Any) -> Any:
@@ -411,6 +447,12 @@ def make_train_step(
     batch as leading dim, divided over the data axes in order; a scalar leaf goes to every device. An
     un-awaited loop of calls neither hangs nor aborts: see `guard_dispatch`.
 
+    With several processes every one makes the same step, state and calls. A batch of host arrays is the whole
+    batch in every process, of which each uploads only the rows of its own devices. A process that has only
+    its own rows makes global arrays of them: `jax.make_array_from_process_local_data(sharding, rows)`, with
+    `sharding = NamedSharding(mesh, plan.batch_spec)`. Before the first call, and for each new shape of batch,
+    the processes compare what they are about to launch.
+
     Args:
         loss_fn: `loss_fn(params, batch)` -> the mean loss over the rows it is given, a real scalar; with
             `weighted` and `has_aux` as for `value_and_grad`.
@@ -442,6 +484,9 @@ def make_train_step(
         TreeMismatchError: When called: the state or the optimizer's update is not the tree of the plan.
         DeletedArrayError: When called: an argument was donated to an earlier call.
         AliasedArrayError: When called with `donate`: the state holds one array twice.
+        DisagreementError: When called: processes would launch different programs; on every one of them.
+        AbsentProcessError: When called: processes did not come in time.
+        PeerLostError: When called: another process broke a collective of this or an earlier step.
         LossError: When called: `loss_fn` returns something else.
 
     >>> import jax, jax.numpy as jnp, optax, jaxsync
@@ -467,6 +512,9 @@ def make_train_step(
             raise ArgumentError(function="make_train_step", argument=argument, got=got, wanted=wanted)
     if transform == "pmap" and len(plan.mesh.axis_names) != 1:
         problem = "transform='pmap' has one axis: use transform='shard_map'"
+        raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
+    if transform == "pmap" and isinstance(plan.mesh, Mesh) and len(mesh_processes(plan.mesh)) > 1:
+        problem = "transform='pmap' is for the devices of one process: use transform='shard_map'"
         raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
     over_data = tuple((leaf.path, str(leaf.spec)) for leaf in plan.leaves if leaf.scatter_dims)
     if transform == "pmap" and over_data:

@@ -319,6 +319,62 @@ EXAMPLES = [
         "To fix it: start children with multiprocessing.get_context('spawn'), and make the client there.",
     ),
     (
+        errors.LaunchError(
+            command=("pyhton", "train.py"), process=0, reason="No such file or directory"
+        ),
+        OSError,
+        "Process 0 could not be started: pyhton: No such file or directory.\n"
+        "To fix it: give the program and its arguments after `--`, as a shell would find them from here: "
+        "`jaxsync launch -n 4 -- python train.py`.",
+    ),
+    (
+        errors.InitializationError(
+            reason="JAX has started its devices already", problems=("module 'm' holds the array 'x'",)
+        ),
+        RuntimeError,
+        "jaxsync.initialize: JAX has started its devices already.\n"
+        "  - module 'm' holds the array 'x'\n"
+        "To fix it: call jaxsync.initialize once, before anything makes an array or lists devices: with one "
+        "coordinator_address (a free port on the machine of process 0) and num_processes for all, and a "
+        "process_id of its own for each; or with none of them, under a launcher that sets them.",
+    ),
+    (
+        errors.AbsentProcessError(
+            waited_for="jaxsync.initialize at 10.0.0.1:1234", missing=(2,), num_processes=4, timeout_s=60.0
+        ),
+        TimeoutError,
+        "1 of 4 processes did not come to jaxsync.initialize at 10.0.0.1:1234 within 60 s.\n"
+        "  - process 2 is missing\n"
+        "To fix it: see in their logs whether they were started, ended early or take another way through the "
+        "program: all processes must run the same calls in the same order. If they are only slow, raise the "
+        "timeout: jaxsync.initialize(timeout_s=...).",
+    ),
+    (
+        errors.PeerLostError(seen="its connection broke"),
+        ConnectionError,
+        "Another process is lost: its connection broke.\n"
+        "To fix it: find the process whose log ends first, and start all processes anew, from the last "
+        "checkpoint. If one was only slow, raise the timeouts: jaxsync.initialize(collective_timeout_s=...).",
+    ),
+    (
+        errors.DisagreementError(
+            subject="the parameters",
+            differences=("leaf 0: ['b'] float32[2] P() in process 0; ['w'] float32[2] P() in process 1",),
+        ),
+        ValueError,
+        "The processes do not agree on the parameters, so nothing was launched.\n"
+        "  - leaf 0: ['b'] float32[2] P() in process 0; ['w'] float32[2] P() in process 1\n"
+        "To fix it: run the same program, with the same versions, configuration and order of devices, in "
+        "every process; what may differ is the rows of the batch.",
+    ),
+    (
+        errors.ForeignDeviceError(function="submit_gradient_sync", device="TFRT_CPU_2", owner=1, process=0),
+        ValueError,
+        "submit_gradient_sync: TFRT_CPU_2 belongs to process 1, and this is process 0.\n"
+        "To fix it: let each process act for its own devices only: those of mesh.devices.flat whose "
+        "process_index is jax.process_index().",
+    ),
+    (
         errors.CheckpointReadError(
             directory="/runs/a",
             reason="there is no checkpoint in it",
@@ -355,6 +411,104 @@ EXAMPLES = [
         "  - params['w'] is float32[3]; the checkpoint has float32[4]\n"
         "To fix it: load it with a step whose parameters and optimizer have these leaves; only devices, "
         "mesh, specs and config may differ from those it was saved with.",
+    ),
+    (
+        errors.GradientMismatchError(
+            leaves=(("grads['w']", "ratio 4 = the number of devices (data=4): reduced twice"),),
+            num_compared=3,
+        ),
+        AssertionError,
+        "1 of 3 values differs from what one device computes.\n"
+        "  - grads['w']: ratio 4 = the number of devices (data=4): reduced twice\n"
+        "To fix it: reduce every gradient once, over the axes that carry the batch and no other: "
+        "jaxsync.value_and_grad(loss_fn, plan) does. See that loss_fn, on one device, is the loss of the "
+        "whole batch; if all is right but the rounding, pass rtol=.",
+    ),
+    (
+        errors.ReplicasDifferError(leaves=(("['w']", "TFRT_CPU_0", "TFRT_CPU_3"),)),
+        AssertionError,
+        "The replicas of 1 array hold different values.\n"
+        "  - tree['w']: TFRT_CPU_0 and TFRT_CPU_3 differ\n"
+        "To fix it: reduce what devices add to, before it is returned with a replicated spec; keep "
+        "check_vma=True, which refuses most of these; start every device from the same values, and decide "
+        "(skip, clip, stop) by numbers that were reduced.",
+    ),
+    (
+        errors.CollectiveCountError(problems=("all_reduce: has 2; wanted 1",), table="kind  axes"),
+        AssertionError,
+        "The compiled program does not have the collectives it should have.\n"
+        "  - all_reduce: has 2; wanted 1\n"
+        "To fix it: reduce once a step, outside loops, by bucket (jaxsync.sync_gradients); or, if the "
+        "program is right, name every kind with its number.\n"
+        "Its collectives:\n"
+        "kind  axes",
+    ),
+    (
+        errors.RecompiledError(functions=("jit(step)", "jit(add)", "jit(step)")),
+        AssertionError,
+        "3 programs were compiled inside no_recompile().\n"
+        "  - jit(step), 2 times\n"
+        "  - jit(add)\n"
+        "To fix it: call everything once before the block (operations outside jit compile too), and keep "
+        "shapes, dtypes, weak types and shardings as they were; make functions and meshes once, not in the "
+        "loop. jax.config.update('jax_explain_cache_misses', True) tells what was new.",
+    ),
+    (
+        errors.LeakError(leaks=("thread 'device-1' still runs",)),
+        AssertionError,
+        "The test left 1 thing behind.\n"
+        "  - thread 'device-1' still runs\n"
+        "To fix it: let every device sync, wait for its ticket, join each thread, and keep no array in a "
+        "global. If something else keeps it rightly, leave that check out: jaxsync_leak_checks = threads "
+        "tickets.",
+    ),
+    (
+        errors.MeshMarkError(mesh="data=4, model=4", asked=16, found=8, platform="cpu"),
+        AssertionError,
+        "The mark mesh(data=4, model=4) needs 16 devices; JAX has 8 (cpu).\n"
+        "To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = 16 in pytest's configuration.",
+    ),
+    (
+        errors.FaultMissedError(faults=("Drop of sync by device 1 in step 3",)),
+        AssertionError,
+        "1 injected fault never struck.\n"
+        "  - Drop of sync by device 1 in step 3\n"
+        "To fix it: use the client that inject_faults gives in place of the other, and count steps from 0 at "
+        "the beginning of the block, for each device.",
+    ),
+    (
+        errors.RunReadError(
+            directory="/runs/a",
+            reason="run.json cannot be read: No such file or directory",
+            found=("there is steps.jsonl",),
+        ),
+        OSError,
+        "No run could be read from /runs/a: run.json cannot be read: No such file or directory.\n"
+        "  - there is steps.jsonl\n"
+        "To fix it: give the directory of a run: what `jaxsync train CONFIG --run-dir DIR` or "
+        "jaxsync.run_log.RunLog wrote to. A line of steps.jsonl that is damaged can be deleted; run.json "
+        "cannot be mended.",
+    ),
+    (
+        errors.RunWriteError(directory="/runs/a", reason="there is a run in it"),
+        OSError,
+        "The run cannot be written to /runs/a: there is a run in it.\n"
+        "To fix it: give each run a directory of its own that can be written to and has room; to go on with "
+        "the run that is there: RunLog.open(directory, header, resume=True).",
+    ),
+    (
+        errors.ReportWriteError(file="a/run.html", reason="No such file or directory"),
+        OSError,
+        "The report cannot be written to a/run.html: No such file or directory.\n"
+        "To fix it: name a file in a folder that exists and can be written to.",
+    ),
+    (
+        errors.SubjectError(reference="model:make", problem="there is no module 'model'"),
+        ValueError,
+        "'model:make' cannot be audited: there is no module 'model'.\n"
+        "To fix it: name a function as package.module:function. It takes no arguments and returns "
+        "(fn, *args): a step and the arguments to compile it for. Its module is looked for in the current "
+        "folder, and where Python looks (PYTHONPATH).",
     ),
 ]
 CLASSES = [

@@ -6,13 +6,13 @@ import argparse
 import sys
 
 import jaxsync
-from jaxsync.cli import train, tune
+from jaxsync.cli import audit, doctor, launch, report, train, tune
 from jaxsync.errors import JaxsyncError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
-_COMMANDS = (train, tune)
+_COMMANDS = (train, tune, launch, report, audit, doctor)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 if all went well; 2 if the job cannot run, after one message on stderr; 130 if it was interrupted.
+        `launch` returns what its processes did; `audit` and `doctor` return 1 if something looks wrong.
 
     Raises:
         SystemExit: From argparse: 0 after `--help` and `--version`, 2 if the arguments make no sense.
@@ -36,14 +37,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_ERROR
     try:
-        args.run(args)
+        code: int | None = args.run(args)
     except JaxsyncError as error:
         print(f"jaxsync: {error}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt as error:
         print(f"jaxsync: {str(error) or 'interrupted'}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0
+    return code or 0
 
 
 def _make_parser() -> argparse.ArgumentParser:

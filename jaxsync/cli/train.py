@@ -7,9 +7,13 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import jax
 
 from jaxsync.checkpoint import list_checkpoints
 from jaxsync.cli.arguments import add_job_arguments
@@ -18,6 +22,8 @@ from jaxsync.plan import SyncPlan
 from jaxsync.report import format_bytes
 from jaxsync.workloads.job import JobConfig
 from jaxsync.workloads.train import PreparedJob, Progress, TrainResult, prepare_job, run_job
+
+_STDOUT, _STDERR = 1, 2  # file descriptors
 
 
 def add_parser(commands: Any) -> None:
@@ -54,7 +60,8 @@ def _train(args: argparse.Namespace) -> None:
 
 def _how_to_resume(args: argparse.Namespace, config: JobConfig) -> str:
     directory = config.train.checkpoint_dir
-    there = list_checkpoints(directory) if directory else ()
+    # Of several processes, the others may be gone, without which a save that is under way never ends.
+    there = list_checkpoints(directory) if directory and jax.process_count() == 1 else ()
     if not there:
         return "interrupted"
     arguments = [args.config, *(f"--set={override}" for override in args.overrides)]
@@ -67,14 +74,42 @@ def _how_to_resume(args: argparse.Namespace, config: JobConfig) -> str:
 
 def _run_train(args: argparse.Namespace, job: PreparedJob) -> None:
     config = job.config
+    is_first = jax.process_index() == 0  # of several processes it speaks for all
     if args.dry_run:
-        print(json.dumps(_plan_as_json(job.plan)) if args.json else job.plan)
-    elif args.json:
-        print(json.dumps(_result_as_json(run_job(job))))
-    else:
-        with _progress_bar(config, job.resume or 0) as on_progress:
-            result = run_job(job, on_progress)
-        print(format_result(result))
+        if is_first:
+            print(json.dumps(_plan_as_json(job.plan)) if args.json else job.plan)
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_own_stdout())
+        has_bar = is_first and not args.json
+        bar = stack.enter_context(_progress_bar(config, job.resume or 0)) if has_bar else _ignore
+        result = run_job(job, bar)
+    if is_first:
+        print(json.dumps(_result_as_json(result)) if args.json else format_result(result))
+
+
+def _ignore(progress: Progress) -> None:
+    """Shows nothing."""
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Inside it, what libraries write to the file of stdout goes to that of stderr.
+
+    Gloo, which connects several processes, says there whom it is connected to (jax 0.12 still).
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ import jax
 import numpy as np
 
 from jaxsync.errors import AliasedArrayError, DeletedArrayError, DispatchError, ForkedProcessError
+from jaxsync.host.peers import peer_error
+from jaxsync.host.recorder import note
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,6 +49,7 @@ class Launcher:
         self._lock = threading.Lock()
         self._owner: int | None = None  # written by the thread that holds the lock; read by any
         self._in_flight: deque[Witness] = deque()  # oldest first; guarded by the lock
+        self._num_launched = 0  # guarded by the lock
         self._pid: int | None = None  # the process of the first launch; written once
 
     @property
@@ -64,6 +67,7 @@ class Launcher:
 
         Raises:
             ForkedProcessError: The process is a forked child of one that has launched.
+            PeerLostError: Another process broke a collective of this program or of an earlier one.
             Exception: What `fn` raises; or what an earlier program failed with, before `fn` is called.
         """
         self._check_fork()
@@ -75,11 +79,17 @@ class Launcher:
                 self._owner = me
                 if window is not None:
                     self._make_room(window)
+                self._num_launched += 1
+                note("program", step=self._num_launched)  # before it: it may be the last of the process
                 result = fn()
                 arrays = witness(result) if window is not None else ()
                 if arrays and not isinstance(arrays[0], jax.core.Tracer):  # else part of another program
                     self._in_flight.append(arrays)
                 return result
+            except Exception as error:
+                if (lost := peer_error(error)) is not None:
+                    raise lost from error
+                raise
             finally:
                 self._owner = None
 
@@ -88,12 +98,18 @@ class Launcher:
 
         Raises:
             ForkedProcessError: The process is a forked child of one that has launched.
+            PeerLostError: Another process broke a collective.
             Exception: What a program failed with.
         """
         self._check_fork()
         with self._lock:
-            while self._in_flight:
-                self._await_oldest()
+            try:
+                while self._in_flight:
+                    self._await_oldest()
+            except Exception as error:
+                if (lost := peer_error(error)) is not None:
+                    raise lost from error
+                raise
 
     def _check_fork(self) -> None:
         # A child that was forked before the first launch may start a JAX of its own, so not at import.
@@ -111,6 +127,7 @@ class Launcher:
             self._await_oldest()
 
     def _await_oldest(self) -> None:
+        note("await", what=f"the oldest of {len(self._in_flight)} in flight")
         if not _await(self._in_flight.popleft()):
             # Its buffers were donated to a later program, whose end tells of its own: wait for those.
             while self._in_flight:

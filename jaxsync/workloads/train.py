@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import NamedSharding
 
 from jaxsync.audit import audit
 from jaxsync.checkpoint import inspect_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
@@ -20,13 +22,20 @@ from jaxsync.extras import import_extra
 from jaxsync.host.launcher import guard_dispatch
 from jaxsync.ingraph.grads import value_and_grad
 from jaxsync.mesh import make_mesh
-from jaxsync.placement import concrete_mesh
+from jaxsync.placement import batch_spec, concrete_mesh, place_leaves, put
 from jaxsync.plan import SyncPlan, make_plan
 from jaxsync.step import Optimizer, TrainStep, make_train_step
 from jaxsync.train_state import TrainState
 from jaxsync.workloads.charlm import Charlm, CharlmModel
 from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, ModelConfig, TrainConfig
+from jaxsync.workloads.processes import (
+    agree_on_start,
+    check_shared_job,
+    devices_here,
+    is_restart,
+    join_processes,
+)
 from jaxsync.workloads.workload import Batch, Params, Workload
 
 
@@ -54,8 +63,9 @@ class TrainResult:
 
     Attributes:
         workload: Its name.
-        metrics: What the workload measured on held-out data, by name.
-        final_loss: The mean training loss of the last batch.
+        metrics: What the workload measured on held-out data, by name; of several processes, the first alone
+            measures.
+        final_loss: The mean training loss of the last batch; nan if a restart had no step left to do.
         steps: Steps done, skipped ones and those before a checkpoint included.
         num_skipped: Steps of this run that changed nothing because the loss or a gradient was not finite.
         steps_per_s: Without the first step, and so without compiling; None if there was only one.
@@ -93,27 +103,39 @@ class PreparedJob:
 def prepare_job(config: JobConfig, *, resume: bool = False) -> PreparedJob:
     """Data, plan and step of a job. Simulates the job's devices; compiles and trains nothing.
 
+    Under `jaxsync launch`, or what else `jaxsync.initialize` knows, the process joins the others, and the
+    job's devices are those of all processes together. Every process must make the same calls.
+
     Args:
         config: The job.
         resume: Whether to go on from the newest checkpoint in `train.checkpoint_dir`. With the same config
-            and devices the losses are then those of a run that was never interrupted, bit for bit.
+            and devices the losses are then those of a run that was never interrupted, bit for bit. A process
+            that `jaxsync launch` has started again goes on from there in any case, if there is one.
 
     Raises:
         MissingExtraError: optax, or what the data needs, is not installed.
         BackendStartedError: JAX has made other devices than the job simulates.
         DeviceCountError: There are fewer devices than the mesh needs.
         ConfigError: The data set does not fit the job; or the checkpoints do not: there are some without
-            `resume`, or none are asked for with it, or the newest is of the last step.
+            `resume`, or none are asked for with it, or the newest is of the last step. Or several processes
+            cannot train it.
         CheckpointReadError: `resume`, and there is no checkpoint.
         MeshError: `transform = "pmap"` and the mesh has more than one axis.
         DispatchError: `sync.max_in_flight` cannot work.
+        InitializationError: The process cannot join the others.
+        AbsentProcessError: Not all processes came in time.
+        DisagreementError: The processes see other checkpoints, or are of other versions.
     """
     train = config.train
     tx = make_optimizer(train)
-    start = find_start(train, resume=resume)
+    num_processes = join_processes()
     if config.devices:
-        simulate_devices(config.devices)
+        simulate_devices(devices_here(config.devices, num_processes))
+    start = find_start(train, resume=resume)  # and no earlier: Orbax asks JAX which process this is
     mesh = make_mesh(config.mesh)
+    if num_processes > 1:
+        check_shared_job(mesh.size, train.transform)
+        agree_on_start(start, train.checkpoint_dir, config.sync.timeout_s)
     workload = load_workload(config.model)
     if train.batch_size > workload.num_rows:
         problem = f"train.batch_size = {train.batch_size}: the data set has {workload.num_rows} rows"
@@ -136,6 +158,8 @@ def find_start(config: TrainConfig, *, resume: bool) -> int | None:
             raise _checkpoint_dir_error("", "wanted the directory to resume from (--checkpoints DIR)")
         return None
     there = list_checkpoints(config.checkpoint_dir)
+    if is_restart():  # nobody is there to be told; a run that ended after its last step is just evaluated
+        return there[-1] if there else None
     if resume and not there:
         inspect_checkpoint(config.checkpoint_dir)  # says what is in the directory instead
     if there and not resume:
@@ -203,7 +227,7 @@ def run_job(job: PreparedJob, on_progress: Callable[[Progress], None] = lambda p
     params = jax.device_get(state.params)
     return TrainResult(
         workload=job.config.workload,
-        metrics=workload.evaluate(params),
+        metrics=workload.evaluate(params) if jax.process_index() == 0 else {},
         final_loss=last.loss,
         steps=last.step,
         num_skipped=last.num_skipped,
@@ -233,6 +257,7 @@ def _train(
     batches = itertools.islice(job.workload.batches(config.batch_size, config.seed), start, None)
     flags: list[jax.Array] = []  # of the steps since the last look
     num_skipped, ready_s = 0, 0.0
+    progress = Progress(step=start, loss=math.nan, num_skipped=0, steps_per_s=None)
     for number in range(start + 1, config.steps + 1):
         state, metrics = job.step(state, next(batches))
         flags.append(metrics["finite"])
@@ -280,11 +305,19 @@ def gradient_error(workload: Workload, plan: SyncPlan, params: Params, batch: Ba
         in_specs=(plan.specs, plan.batch_spec),
         out_specs=plan.specs,
     )
-    synced = guard_dispatch(jax.jit(sharded), plan.config.max_in_flight)(params, batch)
+    synced = guard_dispatch(jax.jit(sharded), plan.config.max_in_flight)(*_place(params, batch, plan))
     _, single = jax.jit(jax.value_and_grad(workload.loss_fn))(params, batch)
     wanted = _flat(single) * _num_summed(plan)
     difference, norm = np.max(np.abs(_flat(synced) - wanted)), np.linalg.norm(wanted)
     return float(difference / norm if norm else difference)
+
+
+def _place(params: Params, batch: Batch, plan: SyncPlan) -> tuple[Params, Batch]:
+    """Both on the mesh: a function that several processes call takes no host arrays of different rows."""
+    leaves, treedef = jax.tree.flatten(params)
+    shardings = [NamedSharding(concrete_mesh(plan), batch_spec(rows, plan)) for rows in batch.values()]
+    placed = dict(zip(batch, put(list(batch.values()), shardings), strict=True))
+    return jax.tree.unflatten(treedef, place_leaves(leaves, plan)), placed
 
 
 def _num_summed(plan: SyncPlan) -> int:

@@ -259,6 +259,29 @@ def test_a_resumed_run_reports_all_steps_and_its_own_speed(tmp_path: Path) -> No
     assert result.steps == 6
 
 
+def test_a_run_that_is_started_again_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = with_train(SMALL, steps=8, report_every=1, checkpoint_every=4, checkpoint_dir=str(tmp_path))
+    wanted = losses_of(with_train(job, checkpoint_dir=""))
+    monkeypatch.setenv("JAXSYNC_RESTART", "1")
+    assert losses_of(job, until=5) == {step: wanted[step] for step in range(1, 6)}  # nothing is there yet
+    monkeypatch.setenv("JAXSYNC_RESTART", "2")
+    assert losses_of(job) == {step: wanted[step] for step in range(5, 9)}
+
+
+def test_a_run_that_is_started_again_after_its_last_step_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = with_train(SMALL, checkpoint_dir=str(tmp_path))
+    wanted = run_job(prepare_job(job))
+    monkeypatch.setenv("JAXSYNC_RESTART", "1")
+    found = run_job(prepare_job(job))
+    assert math.isnan(found.final_loss)
+    assert (found.metrics, found.gradient_error) == (wanted.metrics, wanted.gradient_error)
+    assert (found.steps, found.steps_per_s) == (3, None)
+
+
 def test_checkpoints_that_do_not_fit_the_run_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare_job(SMALL, resume=True)

@@ -19,6 +19,15 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def format_count(number: int, singular: str, plural: str = "") -> str:
+    """A number and what is counted.
+
+    >>> format_count(1, "leaf", "leaves"), format_count(2, "leaf", "leaves"), format_count(0, "step")
+    ('1 leaf', '2 leaves', '0 steps')
+    """
+    return f"{number} {singular if number == 1 else plural or f'{singular}s'}"
+
+
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest cell; a column of numbers is set to the right.
 

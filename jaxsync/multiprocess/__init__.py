@@ -1,0 +1,1 @@
+"""Several processes as one job: their start, what they must agree on, and their end."""

@@ -1,0 +1,91 @@
+"""What the processes of one plan agree on, each thing once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxsync.errors import MeshError
+from jaxsync.mesh import format_mesh
+from jaxsync.multiprocess.agreement import agree, digest_of, mesh_processes, plan_digest, plan_facts
+from jaxsync.multiprocess.differences import Facts
+from jaxsync.multiprocess.runtime import patience_s
+from jaxsync.multiprocess.values import broadcast, host_value, restore, value_digest
+from jaxsync.plan import SyncPlan
+
+
+class Consent:
+    """The agreement of all processes on what one of them is about to do with a plan.
+
+    Args:
+        plan: The plan.
+        mesh: Its mesh.
+        options: What else must be the same in every process.
+    """
+
+    def __init__(self, plan: SyncPlan, mesh: Mesh, options: Facts) -> None:
+        self._plan = plan
+        self._mesh = mesh
+        self._options = dict(options)
+        self._processes = mesh_processes(mesh)
+        self._given: set[Hashable] = set()
+        self.is_needed = len(self._processes) > 1
+
+    def ask(self, subject: str, facts: Callable[[], Facts], key: Hashable = None) -> None:
+        """Returns when all processes have asked the same with the same plan, options and facts.
+
+        Asks nobody if the mesh is this process's own, or if `key` is not None and was asked with before.
+
+        Raises:
+            DisagreementError: In every process: in what they differ.
+            AbsentProcessError: Names the processes that did not ask.
+            MeshError: This process owns no device of the mesh.
+            PeerLostError: The coordinator is gone.
+            InitializationError: `jaxsync.initialize` was not called.
+        """
+        if not self.is_needed or (key is not None and key in self._given):
+            return
+        if jax.process_index() not in self._processes:
+            problem = f"process {jax.process_index()} owns none of its devices"
+            raise MeshError(mesh=format_mesh(self._mesh), problems=(problem,))
+        more = {**self._options, **facts()}
+        agree(
+            subject,
+            digest_of([plan_digest(self._plan, self._mesh), more]),
+            lambda: {**plan_facts(self._plan, self._mesh), **more},
+            self._processes,
+            patience_s(),
+        )
+        if key is not None:
+            self._given.add(key)
+
+    def share(self, leaves: Sequence[Any], *, is_broadcast: bool) -> list[Any]:
+        """Parameter leaves with equal values in every process: those of the first process, or else their own.
+
+        Args:
+            leaves: In plan order.
+            is_broadcast: Whether the first process's values count; if not, all must have the same.
+
+        Raises:
+            DisagreementError: They have not; names the leaves.
+            AbsentProcessError, PeerLostError, InitializationError: As for `ask`.
+        """
+        if not self.is_needed:
+            return list(leaves)
+        values = [host_value(x, leaf) for x, leaf in zip(leaves, self._plan.leaves, strict=True)]
+        if is_broadcast:
+            self.ask("the parameters", dict)
+            sent = broadcast(values, self._mesh)
+        else:
+            self.ask("the values of the parameters", lambda: self._value_facts(values))
+            sent = values
+        return [restore(value, x) for x, value in zip(leaves, sent, strict=True)]
+
+    def _value_facts(self, values: Sequence[Any]) -> Facts:
+        return {
+            f"value of {leaf.path}": f"bits {value_digest(value)}"
+            for leaf, value in zip(self._plan.leaves, values, strict=True)
+        }

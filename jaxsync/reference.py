@@ -1,0 +1,70 @@
+"""A function of the user's own, named on the command line as `package.module:function`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxsync.errors import SubjectError
+
+
+def call_reference(reference: str) -> tuple[Any, tuple[Any, ...]]:
+    """What the named function returns: a step, and the arguments to compile it for.
+
+    The module is imported. What it raises, and what the function raises, comes through as it is.
+
+    Args:
+        reference: `"package.module:function"`. The function takes no arguments and returns `(fn, *args)`.
+
+    Raises:
+        SubjectError: There is no such function, or it needs arguments, or returns something else.
+    """
+    made = _find_function(reference)()
+    if isinstance(made, tuple) and made and callable(made[0]):
+        return made[0], made[1:]
+    if isinstance(made, tuple) and made:
+        got = f"a tuple that begins with a {type(made[0]).__name__}"
+    else:
+        got = f"a {type(made).__name__}"
+    raise SubjectError(reference=reference, problem=f"it returned {got}; wanted (fn, *args), fn callable")
+
+
+def _find_function(reference: str) -> Callable[[], Any]:
+    module_name, _, name = reference.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise SubjectError(reference=reference, problem="wanted package.module:function")
+    module = _import_module(module_name, reference)
+    function = getattr(module, name, None)
+    if function is None:
+        near = difflib.get_close_matches(name, vars(module), n=1, cutoff=0.0)
+        problem = (
+            f"{getattr(module, '__file__', None) or module_name} has no {name!r}: the nearest is {near[0]!r}"
+        )
+        raise SubjectError(reference=reference, problem=problem)
+    if not callable(function):
+        problem = f"{name!r} is of type {type(function).__name__}; wanted a function"
+        raise SubjectError(reference=reference, problem=problem)
+    if needed := _needed_arguments(function):
+        problem = f"{name!r} needs {needed}; wanted a function of no arguments"
+        raise SubjectError(reference=reference, problem=problem)
+    found: Callable[[], Any] = function
+    return found
+
+
+def _import_module(name: str, reference: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and one that it imports is not: its own traceback says more
+        raise SubjectError(reference=reference, problem=f"there is no module {error.name!r}") from error
+
+
+def _needed_arguments(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+    return ", ".join(repr(name) for name in needed)

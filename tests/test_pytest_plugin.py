@@ -1,0 +1,226 @@
+"""The pytest plugin, in pytest runs of their own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parents[1] / "docs" / "how-to" / "ci.md"
+LIMIT_S = 240
+
+
+def test_the_plugin_is_an_entry_point_of_the_distribution() -> None:
+    [found] = importlib.metadata.entry_points(group="pytest11", name="jaxsync")
+    assert found.value == "jaxsync_pytest"
+
+
+def test_a_project_that_asks_for_nothing_imports_neither_jax_nor_jaxsync(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # others, too, import what they like
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_imports():
+            assert "jaxsync_pytest" in sys.modules
+            for name in ("jax", "jaxlib", "numpy", "jaxsync"):
+                assert name not in sys.modules
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "jaxsync", timeout=LIMIT_S)
+    result.assert_outcomes(passed=1)
+    result.stdout.no_fnmatch_line("jaxsync:*")
+
+
+def test_the_plugin_can_be_turned_off(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("-p", "no:jaxsync", "--jaxsync-devices=2", timeout=LIMIT_S)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines("*unrecognized arguments: --jaxsync-devices=2")
+
+
+def test_what_is_no_number_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\njaxsync_devices = many\n")
+    result = pytester.runpytest_subprocess(timeout=LIMIT_S)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        "ERROR: --jaxsync-devices (jaxsync_devices) is 'many': wanted a number such as 8"
+    )
+
+
+MARKS_AND_FIXTURES = """
+import gc, sys, threading
+import jax, jax.numpy as jnp, numpy as np, pytest
+import jaxsync
+
+KEPT, RUNS = [], threading.Event()
+
+
+def sync(client, devices):
+    client.register_sync_parameters({"w": jnp.zeros(2)})
+    for device in devices:
+        grad = jax.device_put(jnp.ones(2), client.mesh.devices.flat[device])
+        client.submit_gradient_sync(device, {"w": grad})
+    return [client.submit_sync_collective(device) for device in devices]
+
+
+def test_all_devices(sync_mesh):
+    assert sync_mesh.shape == {"data": 8}
+    assert len(jax.devices()) == 8
+
+
+@pytest.mark.mesh(data=2, model=2)
+def test_marked(sync_mesh):
+    assert sync_mesh.shape == {"data": 2, "model": 2}
+
+
+@pytest.fixture
+def weights():
+    return jnp.ones(5)
+
+
+class TestClient:
+    @pytest.mark.mesh(data=2)
+    def test_client(self, sync_client, weights):
+        assert jaxsync.start(sync_client.mesh) is sync_client
+        self.results = [ticket.wait(60)["w"] for ticket in sync(sync_client, (0, 1))]
+        np.testing.assert_array_equal(self.results[1], [1, 1])
+
+
+@pytest.mark.mesh("of a cow")
+def test_mark_of_others():
+    pass
+
+
+@pytest.mark.mesh(data="4")
+def test_mark_without_sizes(sync_mesh):
+    raise AssertionError("never reached")
+
+
+@pytest.mark.mesh(data=4, model=4)
+def test_too_few():
+    raise AssertionError("never reached")
+
+
+@pytest.mark.mesh(data=2)
+def test_lost_ticket(sync_client):
+    sync(sync_client, (0,))
+
+
+def test_lost_thread(sync_client):
+    threading.Thread(target=RUNS.wait, name="device-3").start()
+
+
+def test_lost_array(sync_client):
+    RUNS.set()
+    KEPT.append(jnp.ones(3))
+
+
+@pytest.mark.mesh(data=2)
+def test_that_fails(sync_client):
+    mine = jnp.ones(7)
+    sync(sync_client, (0,))
+    assert False, "its own fault"
+"""
+
+
+def test_marks_fixtures_and_leaks(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\njaxsync_devices = 8\naddopts = --strict-markers\n")
+    pytester.makeconftest("import jax.numpy as jnp\nWEIGHTS = jnp.ones(3)  # starts the backend\n")
+    pytester.makepyfile(MARKS_AND_FIXTURES)
+    result = pytester.runpytest_subprocess("-rA", timeout=LIMIT_S)
+    result.assert_outcomes(passed=7, failed=1, errors=5)
+    output = result.stdout.str()
+    assert re.search(r"^jaxsync: 8 simulated devices, jax \d+\.\d+", output, re.MULTILINE)
+    for line in (
+        "The mark mesh(data=4, model=4) needs 16 devices; JAX has 8 (cpu).",
+        "To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = 16 in pytest's configuration.",
+        "ERROR test_marks_fixtures_and_leaks.py::test_too_few - *",
+        "UsageError: sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
+        "The test left 1 thing behind.",
+        "  - step 0, in which *0 has synced: *1 has not synced, nor handed over the gradients of [[]'w']",
+        "  - thread 'device-3' still runs",
+        "  - array float32[[]3[]] on *0, held by test_marks_fixtures_and_leaks.KEPT",
+        "FAILED test_marks_fixtures_and_leaks.py::test_that_fails - *",
+    ):
+        result.stdout.fnmatch_lines("*" + line)
+
+
+def test_too_late_is_refused_in_the_words_of_the_library(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(early="import jax.numpy as jnp\nWEIGHTS = jnp.ones(3)\n")
+    pytester.makepyfile("def test_nothing(): pass")
+    result = pytester.runpytest_subprocess("-p", "early", "--jaxsync-devices=4", timeout=LIMIT_S)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            "ERROR: Cannot simulate 4 CPU devices: JAX has already started with 1 cpu device.",
+            "  - module 'early' holds the array 'WEIGHTS', made when it was imported or run",
+            "To fix it: call jaxsync.simulate_devices(n) once, before anything makes an array*",
+        ]
+    )
+
+
+def test_another_platform_is_refused_before_a_test_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
+    pytester.makepyfile("def test_nothing(): raise SystemExit('never reached')")
+    result = pytester.runpytest_subprocess("--jaxsync-devices=4", timeout=LIMIT_S)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            "ERROR: Cannot simulate 4 CPU devices: JAX cannot start: *",
+            "  - JAX_PLATFORMS is 'no_such_platform': unset it, or make it 'cpu'",
+        ]
+    )
+
+
+def test_every_worker_of_xdist_has_the_devices_and_the_checks(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\njaxsync_leak_checks = threads tickets\n")
+    pytester.makepyfile(
+        """
+        import os, jax, jax.numpy as jnp, jaxsync, pytest
+
+        KEPT = []
+
+        @pytest.fixture
+        def sync_config():
+            return jaxsync.SyncConfig(axis="batch")
+
+        @pytest.mark.mesh(batch=4)
+        @pytest.mark.parametrize("i", range(4))
+        def test_devices(sync_client, i):
+            assert len(jax.devices()) == 4
+            assert os.environ["PYTEST_XDIST_WORKER"] in ("gw0", "gw1")
+            assert sync_client.config.axis == "batch"
+            KEPT.append(jnp.ones(3))
+        """
+    )
+    result = pytester.runpytest_subprocess("-n", "2", "--jaxsync-devices=4", timeout=LIMIT_S)
+    result.assert_outcomes(passed=4)
+
+
+def test_the_guide_to_ci_works_as_it_stands(pytester: pytest.Pytester) -> None:
+    guide = GUIDE.read_text()
+    blocks = re.findall(r"```(?:python|toml) title=\"([\w./]+)\"\n(.*?)```", guide, re.DOTALL)
+    assert [name for name, _ in blocks] == ["pyproject.toml", "training.py", "test_training.py"]
+    for name, text in blocks:
+        (pytester.path / name).write_text(text)
+    num_tests = len(re.findall(r"^def test_", dict(blocks)["test_training.py"], re.MULTILINE))
+    [command] = re.findall(r"^ +- run: (pytest .*)$", guide, re.MULTILINE)
+    pytester.syspathinsert()
+    result = pytester.runpytest_subprocess(*command.split()[1:], timeout=LIMIT_S)
+    result.assert_outcomes(passed=num_tests)
+    assert num_tests >= 5
+
+
+def test_the_workflow_runs_both_ends_of_what_is_supported() -> None:
+    [workflow] = re.findall(
+        r"```yaml title=\"\.github/workflows/\w+\.yml\"\n(.*?)```", GUIDE.read_text(), re.DOTALL
+    )
+    assert 'python-version: ["3.11", "3.13"]' in workflow
+    assert "cache: pip" in workflow
+    assert "\t" not in workflow
