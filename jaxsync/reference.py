@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxsync.errors import SubjectError
+
+
+@contextlib.contextmanager
+def importing_from(*folders: str | Path) -> Iterator[None]:
+    """Python looks for modules in these folders first."""
+    added = [str(Path(folder).absolute()) for folder in folders]
+    sys.path[:0] = added
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def call_reference(reference: str) -> tuple[Any, tuple[Any, ...]]:
@@ -22,7 +37,7 @@ def call_reference(reference: str) -> tuple[Any, tuple[Any, ...]]:
     Raises:
         SubjectError: There is no such function, or it needs arguments, or returns something else.
     """
-    made = _find_function(reference)()
+    made = find_function(reference)()
     if isinstance(made, tuple) and made and callable(made[0]):
         return made[0], made[1:]
     if isinstance(made, tuple) and made:
@@ -32,10 +47,15 @@ def call_reference(reference: str) -> tuple[Any, tuple[Any, ...]]:
     raise SubjectError(reference=reference, problem=f"it returned {got}; wanted (fn, *args), fn callable")
 
 
-def _find_function(reference: str) -> Callable[[], Any]:
+def find_function(reference: str) -> Callable[[], Any]:
+    """The function that is named, which takes no arguments. The module is imported.
+
+    Raises:
+        SubjectError: There is no such function, or it needs arguments.
+    """
     module_name, _, name = reference.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise SubjectError(reference=reference, problem="wanted package.module:function")
+        raise SubjectError(reference=reference, problem='wanted "package.module:function"')
     module = _import_module(module_name, reference)
     function = getattr(module, name, None)
     if function is None:

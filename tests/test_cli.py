@@ -22,7 +22,8 @@ from jaxsync import SyncConfig
 from jaxsync.cli import main
 from jaxsync.cli.train import format_result
 from jaxsync.cli.tune import format_tune_result
-from jaxsync.workloads.subject import importing_from, load_subject
+from jaxsync.reference import importing_from
+from jaxsync.workloads.subject import load_subject
 from jaxsync.workloads.train import TrainResult
 from jaxsync.workloads.tune import Measurement, TuneResult, make_candidates, tune_file
 from jaxsync.workloads.verdict import Interval

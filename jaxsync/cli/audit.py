@@ -12,8 +12,7 @@ from typing import Any
 
 from jaxsync.audit import Audit, audit
 from jaxsync.devices import simulate_devices
-from jaxsync.reference import call_reference
-from jaxsync.workloads.subject import importing_from
+from jaxsync.reference import call_reference, importing_from
 
 
 def add_parser(commands: Any) -> None:

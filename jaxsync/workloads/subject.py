@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +13,11 @@ from jax.sharding import Mesh
 
 from jaxsync.config import SyncConfig, from_table
 from jaxsync.devices import simulate_devices
-from jaxsync.errors import ConfigError
+from jaxsync.errors import ConfigError, SubjectError
 from jaxsync.mesh import make_mesh
 from jaxsync.placement import concrete_mesh
 from jaxsync.plan import SyncPlan
+from jaxsync.reference import find_function
 from jaxsync.step import Optimizer, TrainStep, make_train_step
 from jaxsync.workloads.job import JobConfig, check_keys, load_tables, mesh_problems, read_part
 from jaxsync.workloads.train import make_optimizer, prepare_job
@@ -142,18 +138,6 @@ def load_subject(path: str | Path, overrides: Sequence[str] = ()) -> Subject:
     return _read_job(JobConfig.from_toml(path, overrides))
 
 
-@contextlib.contextmanager
-def importing_from(*folders: str | Path) -> Iterator[None]:
-    """Python looks for modules in these folders first."""
-    added = [str(Path(folder).absolute()) for folder in folders]
-    sys.path[:0] = added
-    try:
-        yield
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
-
-
 def _read_job(config: JobConfig) -> Subject:
     job = prepare_job(config)
     train = config.train
@@ -202,7 +186,13 @@ def _read_own(tables: Mapping[str, Any], source: str) -> Subject:
 
 def _call(reference: str, source: str) -> tuple[Any, Any, Any, Any]:
     """What the user's function returns, with an optimizer in any case."""
-    made = _find_function(reference, source)()
+    try:
+        function = find_function(reference)
+    except SubjectError as error:
+        is_missing = isinstance(error.__cause__, ModuleNotFoundError)
+        where = " beside the TOML file, in the current folder, or where Python looks (PYTHONPATH)"
+        raise _refuse(reference, error.problem + (where if is_missing else ""), source) from error
+    made = function()
     if isinstance(made, tuple | list) and len(made) == 3:
         return made[0], made[1], made[2], GradientDescent()
     if isinstance(made, tuple | list) and len(made) == 4:
@@ -210,41 +200,6 @@ def _call(reference: str, source: str) -> tuple[Any, Any, Any, Any]:
     got = f"{len(made)} values" if isinstance(made, tuple | list) else f"a {type(made).__name__}"
     wanted = "(loss_fn, params, batch) or (loss_fn, params, batch, optimizer)"
     raise _refuse(reference, f"it returned {got}; wanted {wanted}", source)
-
-
-def _find_function(reference: str, source: str) -> Callable[[], Any]:
-    module_name, _, name = reference.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise _refuse(reference, 'wanted "package.module:function"', source)
-    module = _import_module(module_name, reference, source)
-    function = getattr(module, name, None)
-    if function is None:
-        file = getattr(module, "__file__", None) or module_name
-        [near] = difflib.get_close_matches(name, vars(module), n=1, cutoff=0.0)
-        raise _refuse(reference, f"{file} has no {name!r}: the nearest is {near!r}", source)
-    if not callable(function):
-        raise _refuse(reference, f"{name!r} is of type {type(function).__name__}; wanted a function", source)
-    if needed := _needed_arguments(function):
-        raise _refuse(reference, f"{name!r} needs {needed}; wanted a function of no arguments", source)
-    found: Callable[[], Any] = function
-    return found
-
-
-def _import_module(module_name: str, reference: str, source: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and one that it imports is not: its own traceback says more
-        where = "beside the TOML file, in the current folder, or where Python looks (PYTHONPATH)"
-        raise _refuse(reference, f"there is no module {error.name!r} {where}", source) from error
-
-
-def _needed_arguments(function: Callable[..., Any]) -> str:
-    parameters = inspect.signature(function).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    return ", ".join(repr(name) for name in needed)
 
 
 def _refuse(reference: str, problem: str, source: str) -> ConfigError:

@@ -20,8 +20,9 @@ from jaxsync.config import SyncConfig
 from jaxsync.errors import ConfigError
 from jaxsync.placement import batch_spec, check_batch
 from jaxsync.plan import SyncPlan, make_plan
+from jaxsync.reference import importing_from
 from jaxsync.step import TrainStep
-from jaxsync.workloads.subject import Subject, importing_from, load_subject
+from jaxsync.workloads.subject import Subject, load_subject
 from jaxsync.workloads.verdict import MIN_ROUNDS, Interval, compare, find_best, is_slower, share_error_rate
 
 # What is tried for each key, the others as they are. Each value is 4 times the one before, or 2 for leaves:

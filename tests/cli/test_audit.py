@@ -102,8 +102,8 @@ def test_devices_are_simulated_before_the_module_is_imported(steps: Path) -> Non
 @pytest.mark.parametrize(
     ("reference", "problem"),
     [
-        ("my_steps", "wanted package.module:function"),
-        ("my steps:right", "wanted package.module:function"),
+        ("my_steps", 'wanted "package.module:function"'),
+        ("my steps:right", 'wanted "package.module:function"'),
         ("no_such_module:make", "there is no module 'no_such_module'"),
         ("my_steps:rihgt", "my_steps.py has no 'rihgt': the nearest is 'right'"),
         ("my_steps:NUMBER", "'NUMBER' is of type int; wanted a function"),

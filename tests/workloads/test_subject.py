@@ -12,7 +12,8 @@ import pytest
 
 from jaxsync import SyncConfig, make_plan
 from jaxsync.errors import ConfigError
-from jaxsync.workloads.subject import GradientDescent, Subject, importing_from, load_subject
+from jaxsync.reference import importing_from
+from jaxsync.workloads.subject import GradientDescent, Subject, load_subject
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
