@@ -65,11 +65,13 @@ the facts, as keyword fields, which stay readable on the exception and survive p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
 
-from jaxsync.report.markup import element, fragment
+from jaxsync.report.markup import Markup, element, fragment
+from jaxsync.report.timeline import draw_timeline, make_spans
 
 E = TypeVar("E", bound="JaxsyncError")
 
@@ -103,6 +105,10 @@ class JaxsyncError(Exception):
         """What the reader should do."""
         raise NotImplementedError
 
+    def picture(self) -> str:
+        """An SVG picture of what happened, or nothing."""
+        return ""
+
     def __str__(self) -> str:
         places = list(self.places())
         lines = [self.what()]
@@ -125,6 +131,7 @@ class JaxsyncError(Exception):
             *([element("ul", *places)] if places else []),
             element("p", f"To fix it: {what}"),
             *([element("p", "The last events:"), element("pre", table)] if table else []),
+            Markup(self.picture()),
         ]
         return fragment(element("div", *parts, class_="bad"))
 
@@ -726,12 +733,16 @@ class MissingGradientError(JaxsyncError, ValueError):
 
 @_error
 class SyncTimeoutError(JaxsyncError, TimeoutError):
-    """A sync that was not completed in time. `owed`: who owes what; `events`: the last that happened."""
+    """A sync that was not completed in time.
+
+    `owed`: who owes what; `events`: the last that happened; `record`: all that are kept, as JSON.
+    """
 
     step: int
     timeout_s: float
     owed: tuple[str, ...]
     events: str = ""
+    record: str = ""
 
     def what(self) -> str:
         return f"Step {self.step} was not complete after {self.timeout_s:g} s."
@@ -745,6 +756,9 @@ class SyncTimeoutError(JaxsyncError, TimeoutError):
             "raise SyncConfig(timeout_s=...)."
         )
         return f"{text}\nThe last events:\n{self.events}" if self.events else text
+
+    def picture(self) -> str:
+        return draw_timeline(make_spans(json.loads(self.record))) if self.record else ""
 
 
 @_error

@@ -240,7 +240,13 @@ class Exchange:
             again.__cause__ = cause.__cause__
             return again
         reason = f"{type(cause).__name__} was raised" if cause is not None else ""
-        error = self.explainer.failure(failure, function, events=self.recorder.format(), reason=reason)
+        error = self.explainer.failure(
+            failure,
+            function,
+            events=self.recorder.format(),
+            record=self.recorder.to_json(),
+            reason=reason,
+        )
         error.__cause__ = cause
         return error
 

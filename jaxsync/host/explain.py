@@ -57,7 +57,9 @@ class Explainer:
             case _:
                 return UnknownNameError(kind=refuse.reason, names=(name,), known=self.devices)
 
-    def failure(self, failure: Failure, function: str, events: str = "", reason: str = "") -> JaxsyncError:
+    def failure(
+        self, failure: Failure, function: str, *, events: str = "", record: str = "", reason: str = ""
+    ) -> JaxsyncError:
         """What everybody who waits, or comes later, is told."""
         devices = tuple(self.devices[device] for device in failure.devices)
         match failure.kind:
@@ -70,7 +72,9 @@ class Explainer:
                 return MissingGradientError(step=failure.step, device=devices[0], leaves=leaves)
             case "timeout" | "stuck":
                 owed = self.owed(failure.devices, failure.leaves)
-                return SyncTimeoutError(step=failure.step, timeout_s=self.timeout_s, owed=owed, events=events)
+                return SyncTimeoutError(
+                    step=failure.step, timeout_s=self.timeout_s, owed=owed, events=events, record=record
+                )
             case "crash":
                 return SyncFailedError(step=failure.step, devices=devices, reason=reason or "an exception")
 

@@ -75,12 +75,12 @@ FAILURES = [
     (
         Failure(kind="timeout", step=4, **PENDING),
         errors.SyncTimeoutError,
-        {"step": 4, "timeout_s": 60.0, "owed": OWED, "events": "a table"},
+        {"step": 4, "timeout_s": 60.0, "owed": OWED, "events": "a table", "record": "[]"},
     ),
     (
         Failure(kind="stuck", step=4),
         errors.SyncTimeoutError,
-        {"step": 4, "timeout_s": 60.0, "owed": (), "events": "a table"},
+        {"step": 4, "timeout_s": 60.0, "owed": (), "events": "a table", "record": "[]"},
     ),
     (
         Failure(kind="missing", step=4, devices=(1,), leaves=(A | C,)),
@@ -113,7 +113,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("failure", "kind", "expected"), FAILURES, ids=[f.kind for f, _, _ in FAILURES])
 def test_a_failure_names_step_devices_and_leaves(failure: Failure, kind: type, expected: object) -> None:
-    error = EXPLAINER.failure(failure, "call", events="a table", reason="OSError was raised")
+    error = EXPLAINER.failure(failure, "call", events="a table", record="[]", reason="OSError was raised")
     assert facts(error) == (kind, expected)
 
 

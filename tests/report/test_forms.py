@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -80,3 +81,16 @@ def test_a_hang_shows_its_events_as_they_are_set() -> None:
     assert EVIL in text
     assert re.search(r"The last events:\s*at  event\n1   sync", text)
     assert "pre" not in read(SyncTimeoutError(**facts)._repr_html_())[0]
+
+
+def test_a_timeout_draws_what_happened_before_it() -> None:
+    events = [
+        {"at_s": 0.5, "kind": "sync", "step": 3, "device": 1},
+        {"at_s": 1.0, "kind": "launch", "what": "<b>"},
+    ]
+    record = json.dumps(events)
+    error = SyncTimeoutError(step=3, timeout_s=2.0, owed=("cpu:0 has not synced",), record=record)
+    tags, text = read(error._repr_html_())
+    assert "svg" in tags
+    assert "launch <b>" in text
+    assert "svg" not in read(SyncTimeoutError(step=3, timeout_s=2.0, owed=())._repr_html_())[0]
