@@ -197,11 +197,12 @@ class TrainStep:
         164
         """
         params = abstract_params(self.plan)
-        return jax.tree.map(
+        state: TrainState = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(self._make_state, params),
             self._state_shardings(params),
         )
+        return state
 
     @functools.cached_property
     def _layout(self) -> Layout:

@@ -42,6 +42,11 @@ def add_parser(commands: Any) -> None:
         help="write checkpoints to this directory, which is the run's own (train.checkpoint_dir)",
     )
     train.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="write what `jaxsync report` shows to this directory, which is the run's own (train.run_dir)",
+    )
+    train.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint of that directory"
     )
 
@@ -50,6 +55,8 @@ def _train(args: argparse.Namespace) -> None:
     overrides = list(args.overrides)
     if args.checkpoints is not None:
         overrides.append(f"train.checkpoint_dir={json.dumps(args.checkpoints)}")  # also a TOML string
+    if args.run_dir is not None:
+        overrides.append(f"train.run_dir={json.dumps(args.run_dir)}")
     config = JobConfig.from_toml(args.config, overrides)
     job = prepare_job(config, resume=args.resume)
     try:
@@ -67,6 +74,8 @@ def _how_to_resume(args: argparse.Namespace, config: JobConfig) -> str:
     arguments = [args.config, *(f"--set={override}" for override in args.overrides)]
     if args.checkpoints is not None:
         arguments += ["--checkpoints", args.checkpoints]
+    if args.run_dir is not None:
+        arguments += ["--run-dir", args.run_dir]
     arguments += ["--json"] if args.json else []
     command = shlex.join(["jaxsync", "train", *arguments, "--resume"])
     return f"interrupted; to go on from step {there[-1]}: {command}"

@@ -39,6 +39,8 @@ class TrainConfig:
         checkpoint_dir: Where checkpoints are written, one directory a run; empty writes none.
         checkpoint_every: Steps from one checkpoint to the next; the last step makes one too. The newest
             three stay.
+        run_dir: Where the run's figures are written for `jaxsync report`, one directory a run; empty writes
+            none.
     """
 
     steps: int
@@ -52,6 +54,7 @@ class TrainConfig:
     report_every: int = 20
     checkpoint_dir: str = ""
     checkpoint_every: int = 100
+    run_dir: str = ""
 
     def __post_init__(self) -> None:
         problems = [

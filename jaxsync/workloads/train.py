@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import math
 import time
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding
 
-from jaxsync.audit import audit
+from jaxsync.audit import Audit, audit
 from jaxsync.checkpoint import inspect_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from jaxsync.devices import simulate_devices
 from jaxsync.errors import ConfigError
@@ -24,8 +26,10 @@ from jaxsync.ingraph.grads import value_and_grad
 from jaxsync.mesh import make_mesh
 from jaxsync.placement import batch_spec, concrete_mesh, place_leaves, put
 from jaxsync.plan import SyncPlan, make_plan
+from jaxsync.run_log import RunHeader, RunLog
 from jaxsync.step import Optimizer, TrainStep, make_train_step
 from jaxsync.train_state import TrainState
+from jaxsync.versions import library_versions
 from jaxsync.workloads.charlm import Charlm, CharlmModel
 from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, ModelConfig, TrainConfig
@@ -218,12 +222,56 @@ def run_job(job: PreparedJob, on_progress: Callable[[Progress], None] = lambda p
         CheckpointReadError: The checkpoint to go on from cannot be read.
         CheckpointMismatchError: It is of another model or optimizer.
         CheckpointWriteError: A checkpoint cannot be written.
+        RunWriteError: The run's figures cannot be written.
+        RunReadError: Those of the run to go on with are damaged.
     """
-    workload, plan, train = job.workload, job.plan, job.config.train
+    workload, train = job.workload, job.config.train
     state = _first_state(job)
     sample = next(workload.batches(train.batch_size, train.seed))
     report = audit(job.step, state, sample)
-    state, last = _train(job, state, on_progress)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(_open_log(job, report)) if _writes_log(train) else None
+        state, last = _train(job, state, on_progress if log is None else _logged(log, on_progress))
+        result = _result(job, state, last, sample, report)
+        if log is not None:
+            log.close(dataclasses.asdict(result))
+    return result
+
+
+def _writes_log(config: TrainConfig) -> bool:
+    return bool(config.run_dir) and jax.process_index() == 0
+
+
+def _open_log(job: PreparedJob, report: Audit) -> RunLog:
+    mesh = concrete_mesh(job.plan)
+    header = RunHeader(
+        workload=job.config.workload,
+        num_devices=mesh.size,
+        platform=mesh.devices.flat[0].platform,
+        bytes_per_step=job.plan.num_bytes,
+        plan=job.plan,
+        config=dataclasses.asdict(job.config),
+        versions=library_versions(),
+        audit=report.counts,
+    )
+    return RunLog.open(job.config.train.run_dir, header, resume=job.resume is not None)
+
+
+def _logged(log: RunLog, on_progress: Callable[[Progress], None]) -> Callable[[Progress], None]:
+    """`on_progress`, which also writes to the log."""
+    num_skipped = 0
+
+    def write(progress: Progress) -> None:
+        nonlocal num_skipped
+        is_finite, num_skipped = progress.num_skipped == num_skipped, progress.num_skipped
+        log.step(progress.step, loss=progress.loss, steps_per_s=progress.steps_per_s, finite=is_finite)
+        on_progress(progress)
+
+    return write
+
+
+def _result(job: PreparedJob, state: TrainState, last: Progress, sample: Batch, report: Audit) -> TrainResult:
+    workload, plan = job.workload, job.plan
     params = jax.device_get(state.params)
     return TrainResult(
         workload=job.config.workload,

@@ -20,7 +20,9 @@ from jaxsync.errors import (
     DeviceCountError,
     DispatchError,
     MeshError,
+    RunWriteError,
 )
+from jaxsync.run_log import read_run
 from jaxsync.workloads.charlm import CharlmModel
 from jaxsync.workloads.digits import Digits, DigitsModel
 from jaxsync.workloads.job import JobConfig, TrainConfig
@@ -304,3 +306,30 @@ def test_checkpoints_that_do_not_fit_the_run_are_refused_at_once(tmp_path: Path)
         f"train.checkpoint_dir = {str(tmp_path)!r}: its newest checkpoint is of step 3, and train.steps = 3: "
         "nothing is left",
     )
+
+
+def test_a_run_writes_what_its_report_shows_and_goes_on_with_it_when_resumed(tmp_path: Path) -> None:
+    job = with_train(
+        SMALL,
+        steps=8,
+        report_every=1,
+        checkpoint_every=4,
+        checkpoint_dir=str(tmp_path / "checkpoints"),
+        run_dir=str(tmp_path / "run"),
+    )
+    found = losses_of(job, until=5)
+    view = read_run(tmp_path / "run")
+    assert {record.step: record.loss for record in view.steps} == found
+    assert view.summary is None  # it was interrupted
+    prepared = prepare_job(job, resume=True)
+    result = run_job(prepared)
+    view = read_run(tmp_path / "run")
+    assert [record.step for record in view.steps] == list(range(1, 9))
+    assert view.steps[-1].loss == result.final_loss
+    assert all(record.finite for record in view.steps)
+    assert view.summary is not None
+    assert view.summary["final_loss"] == result.final_loss
+    assert view.audit == {"all-reduce": 1}
+    assert view.bytes_per_step == prepared.plan.num_bytes
+    with pytest.raises(RunWriteError, match="there is a run in it"):
+        run_job(prepare_job(with_train(SMALL, run_dir=str(tmp_path / "run"))))
