@@ -49,6 +49,7 @@ _CLOSE_S = 5.0
 _EXIT_S = 4.0  # for a thread that nobody wants any more: its own grace of 2 s, and a callback that runs
 
 Device: TypeAlias = "int | jax.Device"
+_DEVICE_KINDS = (int, jax.Device)  # made once, since this is asked for every gradient
 
 
 class SyncClient:
@@ -428,7 +429,7 @@ class SyncClient:
 
     def _index(self, device: Device, function: str) -> int:
         """The index of a device among those of this process."""
-        is_device = isinstance(device, int | jax.Device) and not isinstance(device, bool)
+        is_device = isinstance(device, _DEVICE_KINDS) and not isinstance(device, bool)
         if is_device and (index := self._exchange.index_of.get(device)) is not None:
             return index
         for place, known in enumerate(self.mesh.devices.flat):
@@ -479,9 +480,7 @@ def _check_in_reach(arrays: Any) -> None:
         if isinstance(x, jax.Array) and not is_whole(x)
     ]
     if hidden:
-        wanted = (
-            "arrays of this process, or replicated ones: one that is sharded over processes must be gathered"
-        )
+        wanted = "arrays of this process, or replicated ones: gather what is sharded over processes"
         raise ArgumentError(
             function="SyncClient.defer", argument="arrays", got=", ".join(hidden), wanted=wanted
         )

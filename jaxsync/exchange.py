@@ -130,11 +130,13 @@ class Exchange:
         self.plan = plan
         self.mesh = concrete_mesh(plan)
         self.devices = local_devices(self.mesh)
-        # By what callers name a device, the device itself or its index in the mesh -> its index here.
+        # By what callers name a device, the device itself or its index in the mesh -> its index here. Made as
+        # a whole, since an interrupt between two lines must leave callers the old one.
         places = {device: place for place, device in enumerate(self.mesh.devices.flat)}
-        self.index_of: dict[Any, int] = {}
-        for index, device in enumerate(self.devices):
-            self.index_of[device] = self.index_of[places[device]] = index
+        named = enumerate(self.devices)
+        self.index_of: dict[Any, int] = {
+            name: index for index, device in named for name in (device, places[device])
+        }
         self.is_first = jax.process_index() == mesh_processes(self.mesh)[0]
         self.consent = Consent(plan, self.mesh, {})
         self._agreed = functools.reduce(operator.or_, map(_mask, plan.buckets), 0)  # as registered

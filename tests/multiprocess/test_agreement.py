@@ -78,7 +78,7 @@ JOB = """
 import jax.numpy as jnp, optax
 from jaxsync import versions
 
-jaxsync.initialize(collective_timeout_s=4)
+jaxsync.initialize(collective_timeout_s=PATIENCE_S)
 W, B = np.zeros((2, 3), np.float32), np.zeros(3, np.float32)
 
 def loss_fn(params, batch):
@@ -127,7 +127,7 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
     tell("end", lambda: step(state, np.ones((4, 2), np.float32)))
     client.close()
     """
-    ended = run_job(code, 2, before=JOB)
+    ended = run_job(code, 2, before="PATIENCE_S = 20\n" + JOB)
     assert [process.code for process in ended] == [0, 0], ended
     found, also = (dict(line.split(" | ", 1) for line in process.out.splitlines()) for process in ended)
     # Those who call different things are told so, each by what it called itself.
@@ -175,14 +175,14 @@ def test_a_process_that_does_not_come_is_named_and_one_that_comes_late_is_told(
     step, params = make_step()
     state = step.init(params)
     if odd:  # leaves the others alone until they have given up
-        threading.Event().wait(7)
+        threading.Event().wait(4)
     tell("step", lambda: step(state, np.ones((NUM, 2), np.float32)))
     """
-    ended = run_job(code, 3, before=JOB + "import threading\n")
+    ended = run_job(code, 3, before="PATIENCE_S = 2\nimport threading\n" + JOB)
     assert [process.code for process in ended] == [0, 0, 0], ended
     for process in ended[:2]:
         assert process.out.startswith(
             "step | AbsentProcessError | 1 of 3 processes did not come to the agreement on the training step "
-            "within 4 s.|  - process 2 is missing"
+            "within 2 s.|  - process 2 is missing"
         )
     assert "Some of 3 processes did not come" in ended[2].out

@@ -39,7 +39,7 @@ def run(break_down, at=5):
 """
 
 LOST = "jaxsync.errors.PeerLostError: Another process is lost: "
-SHORT = "jaxsync.initialize(heartbeat_timeout_s=4, collective_timeout_s=4)\n"
+SHORT = "jaxsync.initialize(heartbeat_timeout_s=3, collective_timeout_s=3)\n"
 
 
 def breaking(how: str) -> str:
