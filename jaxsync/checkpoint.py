@@ -32,7 +32,7 @@ from jaxsync.errors import (
 from jaxsync.extras import import_extra
 from jaxsync.host.launcher import check_not_deleted
 from jaxsync.mesh import axis_sizes
-from jaxsync.placement import abstract_params
+from jaxsync.placement import abstract_params, put
 from jaxsync.plan import SyncPlan
 from jaxsync.step import TrainStep
 from jaxsync.train_state import TrainState
@@ -202,7 +202,7 @@ def load_checkpoint(
         # One part after the other, so that no more than one is there twice.
         for part in _PARTS:
             state = state.replace(**{part: _read_part(ocp, manager, root, info, part, getattr(state, part))})
-    count = jax.device_put(np.asarray(number, state.step.dtype), state.step.sharding)
+    [count] = put([np.asarray(number, state.step.dtype)], [state.step.sharding])
     return dataclasses.replace(state, step=count)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxsync.errors import BatchError, MeshError, ReplicaMismatchError
 from jaxsync.mesh import format_mesh
@@ -110,7 +110,7 @@ def place_leaves(leaves: Sequence[Any], plan: SyncPlan, *, copy: bool = False) -
     return put(own, shardings)
 
 
-def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+def put(arrays: Sequence[Any], shardings: Sequence[Sharding]) -> list[Any]:
     """Arrays as `jax.device_put` places them; of one that several processes share, each places its own part.
 
     JAX itself would first compare such an array between all processes, with a collective each time.
@@ -124,7 +124,7 @@ def put(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
     return [_put_part(x, sharding) for x, sharding in zip(arrays, shardings, strict=True)]
 
 
-def _put_part(x: Any, sharding: NamedSharding) -> jax.Array:
+def _put_part(x: Any, sharding: Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:  # on the mesh of several processes already
         placed: jax.Array = x if x.sharding == sharding else jax.device_put(x, sharding)
         return placed

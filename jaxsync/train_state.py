@@ -19,6 +19,7 @@ from jaxsync.host.launcher import check_not_deleted, process_launcher, resolve_w
 from jaxsync.ingraph.packed import Packed, is_packed, split, unpack_all
 from jaxsync.ingraph.sharded import cut_like, gather_all
 from jaxsync.ingraph.shards import Shard, holds_array, is_shard
+from jaxsync.placement import put
 from jaxsync.plan import SyncPlan
 
 
@@ -219,12 +220,13 @@ def _bring_to(was: Any, piece: Any) -> Any:
         plan = was.layout.plan
         leaves = plan.treedef.flatten_up_to(piece)
         own = [NamedSharding(plan.mesh, leaf.spec) for leaf in plan.leaves]
-        placed = [None if x is None else jax.device_put(x, s) for x, s in zip(leaves, own, strict=True)]
+        placed = [None if x is None else put([x], [s])[0] for x, s in zip(leaves, own, strict=True)]
         return jax.tree.unflatten(plan.treedef, placed)
     if is_shard(was):
-        spec = was.cut.plan.leaves[was.cut.slot[0]].spec
-        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(was.cut.plan.mesh, spec)), piece)
-    return jax.device_put(piece, was.sharding)
+        plan = was.cut.plan
+        sharding = NamedSharding(plan.mesh, plan.leaves[was.cut.slot[0]].spec)
+        return jax.tree.map(lambda x: put([x], [sharding])[0], piece)
+    return put([piece], [was.sharding])[0]
 
 
 def _keep_like(was: Any, piece: Any) -> Any:
