@@ -32,9 +32,10 @@ at its end. To measure and render it anew:
 ```bash
 mkdir -p results
 for run in 1 2; do
-  for name in step memory scale dispatch host; do
+  for name in step memory scale dispatch host multiprocess; do
     python benchmarks/$name.py --json > results/$name-$run.json
   done
+  python benchmarks/multiprocess.py --network --json > results/network-$run.json
 done
 python benchmarks/report.py results/*.json
 ```
@@ -62,6 +63,7 @@ def render(found: Mapping[str, Runs], notes: str) -> str:
         "scale": _scale,
         "dispatch": _dispatch,
         "host": _host,
+        "multiprocess": _multiprocess,
     }
     parts = [HEAD, *_targets(found), *_machines(found)]
     for name, section in sections.items():
@@ -327,6 +329,24 @@ def _host(runs: Runs) -> Iterator[str]:
         f"Through the state machine and the loop, a second: {_each(rates[0])} submissions, "
         f"{_each(rates[1])} syncs.\n"
     )
+
+
+def _multiprocess(runs: Runs) -> Iterator[str]:
+    yield "## Several processes\n"
+    yield (
+        "Over gloo; forward, backward, sync and SGD. A step takes as long as on the slowest process. Over "
+        "links, each process is in a network namespace of its own, with two devices; the delay is each way, "
+        "and what shapes the links stands beside them.\n"
+    )
+    rows = []
+    for row in (row for run in runs for row in run["rows"]):
+        where = row["link"] or "loopback"
+        label = [row["model"], f"{row['processes']} x {row['devices']}", where]
+        for form, figures in row["forms"].items():
+            to_floor, to_tree = f"{figures['to_floor']:.2f}", f"{figures['to_tree']:.3f}"
+            rows.append([*label, form, str(_spread(figures, "ms")), to_floor, to_tree])
+    header = ["model", "processes x devices", "over", "form", "ms (quartiles)", "/ no sync", "/ pmean(tree)"]
+    yield _table(header, rows)
 
 
 def main() -> None:

@@ -203,14 +203,52 @@ def test_a_call_is_set_against_the_faster_direct_way() -> None:
     assert forms["TrainStep"]["over_call_us"] == forms["TrainStep"]["call_us"] - fastest
 
 
+@pytest.fixture(scope="module")
+def multiprocess_result() -> dict[str, Any]:
+    return result_of("multiprocess.py", "--quick")
+
+
+def test_every_form_over_several_processes_computes_the_same_and_is_judged(
+    multiprocess_result: dict[str, Any],
+) -> None:
+    [row] = multiprocess_result["rows"]
+    forms = ["no sync", "jax, pmean(tree)", "jax, jit", "jaxsync", "jaxsync, bfloat16 wire"]
+    assert [name for name in row["forms"] if "torch" not in name] == forms
+    ms = {name: figures["ms"] for name, figures in row["forms"].items()}
+    [verdict] = [v for v in multiprocess_result["targets"] if v["target"] == "P4 pmean(tree) / jaxsync"]
+    assert verdict["value"] == ms["jax, pmean(tree)"] / ms["jaxsync"]
+
+
+def test_parameters_that_differ_between_processes_or_forms_end_the_measurement() -> None:
+    code = """
+import multiprocess as m
+same = {"w": 1.0}
+m._check_agreement({m.FLOOR: [{"w": 5.0}, {"w": 6.0}], m.TREE: [same, same], m.WIRE: [{"w": 1.01}] * 2})
+for form, sums in ((m.OURS, [same, {"w": 2.0}]), (m.OURS, [{"w": 1.01}] * 2), (m.WIRE, [{"w": 1.1}] * 2)):
+    try:
+        m._check_agreement({m.TREE: [same, same], form: sums})
+    except AssertionError as error:
+        print(error)
+"""
+    assert run_code(code).splitlines() == [
+        "jaxsync: process 1 has other parameters than process 0",
+        "jaxsync has 1.01 as the sum of w, jax, pmean(tree) 1.0",
+        "jaxsync, bfloat16 wire has 1.1 as the sum of w, jax, pmean(tree) 1.0",
+    ]
+
+
 def test_a_report_has_every_run_and_the_notes(
-    step_result: dict[str, Any], memory_result: dict[str, Any], tmp_path: Path
+    step_result: dict[str, Any],
+    memory_result: dict[str, Any],
+    multiprocess_result: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     [row] = step_result["rows"]
     older = {name: figures for name, figures in row["forms"].items() if "to_replicated" not in figures}
     (tmp_path / "step-1.json").write_text(json.dumps(step_result | {"rows": [row | {"forms": older}]}))
     (tmp_path / "step-2.json").write_text(json.dumps(step_result))
     (tmp_path / "memory.json").write_text(json.dumps(memory_result))
+    (tmp_path / "multiprocess.json").write_text(json.dumps(multiprocess_result))
     (tmp_path / "performance-notes.md").write_text("## What bounds it\n\nMemory.\n")
     results = [str(path) for path in sorted(tmp_path.glob("*.json"))]
     done = run("report.py", *results, "--docs", str(tmp_path))
@@ -219,6 +257,7 @@ def test_a_report_has_every_run_and_the_notes(
     assert "| step | 2 |" in page
     assert f"| - · {row['forms']['jaxsync, FSDP']['to_floor']:.2f} |" in page
     assert page.count("| FSDP, reshard_after_forward |") == 1
+    assert "| L=50 D=32 B=64 | 2 x 1 | loopback | jaxsync, bfloat16 wire |" in page
     assert page.endswith("## What bounds it\n\nMemory.\n")
     images = [line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")]
     assert images == ["images/step-bf16.svg", "images/compile.svg", "images/memory.svg"]
