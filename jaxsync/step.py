@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -146,15 +147,16 @@ class TrainStep:
         check_not_deleted([*held, *rows], {"state": state, "batch": batch})
         if self._donate:
             check_not_aliased("state", state, held, rows)
-        if self._consent.is_needed:
-            self._agree(state, rows)
+        kinds = self._agree_on_batch(state, rows) if self._consent.is_needed else None
         batch = self._place_batch(batch)
+        if kinds is not None:
+            self._agree_on_program(state, batch, kinds)
         return process_launcher().launch(
             lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
         )
 
-    def _agree(self, state: TrainState, rows: Sequence[Any]) -> None:
-        """Asks the other processes whether they launch the same program; once for each kind of batch."""
+    def _agree_on_batch(self, state: TrainState, rows: Sequence[Any]) -> Hashable:
+        """Asks the other processes whether they have such a batch and state; once for each kind of batch."""
         kinds = tuple((np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for x in rows)
 
         def facts() -> dict[str, str]:
@@ -165,6 +167,18 @@ class TrainStep:
             return {"batch": ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds), **held}
 
         self._consent.ask("the training step", facts, key=kinds)
+        return kinds
+
+    def _agree_on_program(self, state: TrainState, batch: Any, kinds: Hashable) -> None:
+        """Asks whether loss and optimizer are the same: another learning rate would part the replicas."""
+
+        def facts() -> dict[str, str]:
+            text = self._compiled.lower(state, batch).as_text()
+            return {
+                "loss function and optimizer, as compiled": hashlib.sha256(text.encode()).hexdigest()[:16]
+            }
+
+        self._consent.ask("the program of the training step", facts, key=("program", kinds))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         try:

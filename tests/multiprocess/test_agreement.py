@@ -84,10 +84,10 @@ W, B = np.zeros((2, 3), np.float32), np.zeros(3, np.float32)
 def loss_fn(params, batch):
     return jnp.mean((batch @ params[0] + params[1]) ** 2)
 
-def make_step(params=(W, B), config=None, reverse=False, **options):
+def make_step(params=(W, B), config=None, reverse=False, tx=optax.sgd(0.1), loss_fn=loss_fn, **options):
     devices = jax.devices()[::-1] if reverse else jax.devices()
     plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": NUM}, devices=devices), config=config)
-    return jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan, **options), params
+    return jaxsync.make_train_step(loss_fn, tx, plan, **options), params
 
 def start(*args, **options):
     step, params = make_step(*args, **options)
@@ -118,6 +118,13 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
     step, params = make_step()
     state = step.init(params)
     tell("batch", lambda: step(state, np.ones((4 if odd else 6, 2), np.float32)))
+
+    def launch(**options):
+        step, params = make_step(**options)
+        step(step.init(params), np.ones((4, 2), np.float32))
+
+    tell("optimizer", lambda: launch(tx=optax.sgd(0.2 if odd else 0.1)))
+    tell("loss", lambda: launch(loss_fn=(lambda p, x: 2 * loss_fn(p, x)) if odd else loss_fn))
     client = jaxsync.SyncClient(jaxsync.make_mesh({"data": NUM}))
     tell("client", lambda: client.register_sync_parameters({"a" if odd else "b": B}))
     tell("call", lambda: client.register_sync_parameters({"a": B}) if odd else start())
@@ -158,6 +165,9 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
     assert found["batch"].startswith(
         differ("the training step", "batch: float32[6, 2] " + one.format("float32[4, 2]"))
     )
+    for name in ("optimizer", "loss"):
+        program = "loss function and optimizer, as compiled: "
+        assert found[name].startswith(differ("the program of the training step", program))
     assert found["client"].startswith(
         differ(
             "the registered parameters",
