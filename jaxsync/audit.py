@@ -12,6 +12,7 @@ from jaxsync.audit_warnings import AuditWarning, loop_warnings, missing_warnings
 from jaxsync.collectives import KINDS, Collective, read_collectives
 from jaxsync.errors import ArgumentError
 from jaxsync.hlo import Module, parse_module
+from jaxsync.plan import SyncPlan
 from jaxsync.report import format_bytes, format_count, format_table
 from jaxsync.report.markup import element, fragment, table
 from jaxsync.variance import analyse, sharding_axes
@@ -98,6 +99,9 @@ def audit(fn: Any, *args: Any, **kwargs: Any) -> Audit:
         *args: Arrays or `jax.ShapeDtypeStruct`s.
         **kwargs: Likewise.
 
+    Raises:
+        ArgumentError: `fn` is a `TrainStep`, and its state or its batch is missing.
+
     >>> import jax, jax.numpy as jnp, jaxsync
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jaxsync.make_mesh({"data": 8})
@@ -106,6 +110,9 @@ def audit(fn: Any, *args: Any, **kwargs: Any) -> Audit:
     >>> report.count("all-reduce"), report.collectives[0].axes, report.num_bytes, report.warnings
     (1, ('data',), 4, ())
     """
+    if isinstance(getattr(fn, "plan", None), SyncPlan) and len(args) + len(kwargs) < 2:
+        wanted = "the arguments of the step too: audit(step, state, batch)"
+        raise ArgumentError(function="audit", argument="args", got=f"{len(args)}", wanted=wanted)
     lowerable = fn if hasattr(fn, "lower") else jax.jit(fn)
     lowered = lowerable.lower(*args, **kwargs)
     compiled = lowered.compile()

@@ -75,7 +75,7 @@ def _sum_warning(reduction: Reduction) -> AuditWarning | None:
         axes=axes,
         what=(
             f"{kind}{_over(over)} adds up what {state}{some}: a sum is multiplied by the number of devices, "
-            "a mean changes nothing"
+            f"{'a mean is still the sum' if is_double else 'a mean changes nothing'}"
             f"{_from(_op_name(reduction.instruction.line))}"
         ),
         fix=(

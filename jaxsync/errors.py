@@ -921,7 +921,8 @@ class DisagreementError(JaxsyncError, ValueError):
     def fix(self) -> str:
         return (
             "run the same program, with the same versions, configuration and order of devices, in every "
-            "process; what may differ is the rows of the batch."
+            "process. A batch of host arrays is the whole batch, the same in all of them; for a process that "
+            "has only its own rows: jax.make_array_from_process_local_data(sharding, rows)."
         )
 
 

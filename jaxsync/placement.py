@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxsync.errors import BatchError, MeshError, ReplicaMismatchError
 from jaxsync.mesh import format_mesh
+from jaxsync.multiprocess.runtime import check_joined
 from jaxsync.params import Leaf
 from jaxsync.plan import SyncPlan
 
@@ -25,10 +26,12 @@ def concrete_mesh(plan: SyncPlan) -> Mesh:
 
     Raises:
         MeshError: It is an `AbstractMesh`.
+        InitializationError: This is one of several processes, and does not know of the others.
     """
     if not isinstance(plan.mesh, Mesh):
         problem = "it is an AbstractMesh: there are no devices to run on"
         raise MeshError(mesh=format_mesh(plan.mesh), problems=(problem,))
+    check_joined()
     return plan.mesh
 
 

@@ -89,6 +89,8 @@ class TrainStep:
             ndim: NamedSharding(self._mesh, spec)
             for ndim, spec in ((0, PartitionSpec()), (1, plan.batch_spec))
         }
+        # Of the optimizer's states: that of `init`, and those that its updates have returned.
+        self._opt_structures: list[Any] = []
         self._consent = Consent(
             plan,
             self._mesh,
@@ -123,6 +125,7 @@ class TrainStep:
         placed = jax.tree.unflatten(self.plan.treedef, place_leaves(leaves, self.plan))
         make = jax.jit(self._make_state, out_shardings=self._state_shardings(placed))
         state: TrainState = make(placed)
+        self._opt_structures.append(jax.tree.structure(state.packed_opt_state))
         # Until the copies are made JAX reads the caller's NumPy arrays, which may change once this returns.
         jax.block_until_ready(state)
         return state
@@ -164,7 +167,12 @@ class TrainStep:
                 f"state{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)}"
                 for path, x in jax.tree_util.tree_leaves_with_path(state)
             }
-            return {"batch": ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds), **held}
+            rows_here = [np.asarray(x).tobytes() for x in rows if not isinstance(x, jax.Array)]
+            return {
+                "batch": ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds),
+                "values of the batch's host arrays": hashlib.sha256(b"".join(rows_here)).hexdigest()[:16],
+                **held,
+            }
 
         self._consent.ask("the training step", facts, key=kinds)
         return kinds
@@ -305,6 +313,13 @@ class TrainStep:
             match_tree(state.params, self.plan, "state.params")  # says which leaf differs, if one does
             problem = "state.params is not kept as this step keeps it: start from step.init(state.params)"
             raise TreeMismatchError(problems=(problem,))
+        found = jax.tree.structure(state.packed_opt_state)
+        if found not in self._opt_structures:
+            made = jax.eval_shape(self._make_state, abstract_params(self.plan))
+            self._opt_structures.append(jax.tree.structure(made.packed_opt_state))
+        if found not in self._opt_structures:
+            problem = "state.opt_state is that of another optimizer: start from step.init(state.params)"
+            raise TreeMismatchError(problems=(problem,))
         return state.packed_params
 
     def _sync(self, packed: Packed, batch: Any) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
@@ -365,6 +380,7 @@ class TrainStep:
             )
         if self._sharded is not None:
             new = self._sharded.gather(new)
+        self._opt_structures.append(jax.tree.structure(opt_state))
         return TrainState(step=state.step + 1, packed_params=new, packed_opt_state=opt_state), metrics
 
     def _place_batch(self, batch: Any) -> Any:

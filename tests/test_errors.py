@@ -365,7 +365,8 @@ EXAMPLES = [
         "The processes do not agree on the parameters, so nothing was launched.\n"
         "  - leaf 0: ['b'] float32[2] P() in process 0; ['w'] float32[2] P() in process 1\n"
         "To fix it: run the same program, with the same versions, configuration and order of devices, in "
-        "every process; what may differ is the rows of the batch.",
+        "every process. A batch of host arrays is the whole batch, the same in all of them; for a process "
+        "that has only its own rows: jax.make_array_from_process_local_data(sharding, rows).",
     ),
     (
         errors.ForeignDeviceError(function="submit_gradient_sync", device="TFRT_CPU_2", owner=1, process=0),

@@ -710,3 +710,39 @@ def test_the_abstract_state_is_that_of_init_and_lowers_to_the_same_program() -> 
     rows = np.ones((16, 8), np.float32)
     lowered = step.lower(abstract, jax.ShapeDtypeStruct(rows.shape, rows.dtype))
     assert lowered.as_text() == step.lower(state, rows).as_text()
+
+
+@pytest.mark.parametrize("divides", [False, True], ids=["whole state", "ZeRO-1"])
+def test_the_state_of_another_optimizer_is_refused(divides: bool) -> None:
+    params = {"w": np.ones((8, 3), np.float32)}
+    plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8}))
+    loss = lambda p, x: jnp.mean(x @ p["w"])  # noqa: E731
+    tx = jaxsync.shard_optimizer(optax.adam(0.1), plan) if divides else optax.adam(0.1)
+    own = jaxsync.make_train_step(loss, tx, plan, donate=False)
+    rows = np.ones((16, 8), np.float32)
+    others = [optax.sgd(0.1), jaxsync.shard_optimizer(optax.sgd(0.1, momentum=0.9), plan)]
+    others += [optax.adam(0.1) if divides else jaxsync.shard_optimizer(optax.adam(0.1), plan)]
+    for other in others:
+        state = jaxsync.make_train_step(loss, other, plan).init(params)
+        with pytest.raises(
+            TreeMismatchError, match=r"state.opt_state is that of another optimizer: start from"
+        ):
+            own(state, rows)
+    state, _ = own(own.init(params), rows)
+    again = jaxsync.make_train_step(loss, tx, plan)
+    assert int(again(state, rows)[0].step) == 2
+
+
+def test_a_launcher_that_speaks_of_several_processes_is_not_ignored(run_python) -> None:
+    code = """
+    import jax.numpy as jnp, jaxsync
+    plan = jaxsync.make_plan({"w": jnp.zeros(2)}, jaxsync.make_mesh({"data": 1}))
+    try:
+        jaxsync.make_train_step(lambda p, x: p["w"].sum(), jaxsync.synchronize(plan), plan)
+    except jaxsync.errors.InitializationError as error:
+        print(error)
+    """
+    done = run_python(code, JAX_NUM_PROCESSES="2")
+    assert done.returncode == 0, done.stderr
+    said = "it was not called, and JAX_NUM_PROCESSES says that this is one of 2 processes"
+    assert done.stdout.splitlines()[0] == f"jaxsync.initialize: {said}."

@@ -164,6 +164,18 @@ def _initialize(asked: Job, limits: Limits) -> None:
     _asked, _joined = asked, job
 
 
+def check_joined() -> None:
+    """Refuses to go on alone where a launcher says that there are several processes.
+
+    Raises:
+        InitializationError: `JAX_NUM_PROCESSES` says so, and `initialize` was not called.
+    """
+    number = os.environ.get("JAX_NUM_PROCESSES", "")
+    if number not in ("", "1") and _joined is None and not jax.distributed.is_initialized():
+        reason = f"it was not called, and JAX_NUM_PROCESSES says that this is one of {number} processes"
+        raise InitializationError(reason=reason)
+
+
 def patience_s() -> float:
     """Seconds to wait for a process of the job that does not come: the timeout of collectives."""
     return _patience_s

@@ -123,6 +123,7 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
         step, params = make_step(**options)
         step(step.init(params), np.ones((4, 2), np.float32))
 
+    tell("rows", lambda: step(state, np.full((8, 2), float(ME), np.float32)))
     tell("optimizer", lambda: launch(tx=optax.sgd(0.2 if odd else 0.1)))
     tell("loss", lambda: launch(loss_fn=(lambda p, x: 2 * loss_fn(p, x)) if odd else loss_fn))
     client = jaxsync.SyncClient(jaxsync.make_mesh({"data": NUM}))
@@ -165,6 +166,7 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
     assert found["batch"].startswith(
         differ("the training step", "batch: float32[6, 2] " + one.format("float32[4, 2]"))
     )
+    assert found["rows"].startswith(differ("the training step", "values of the batch's host arrays: "))
     for name in ("optimizer", "loss"):
         program = "loss function and optimizer, as compiled: "
         assert found[name].startswith(differ("the program of the training step", program))
