@@ -30,7 +30,7 @@ from jaxsync.ingraph.sharded import ShardedOptimizer
 from jaxsync.ingraph.shards import Shard, is_shard
 from jaxsync.mesh import format_mesh
 from jaxsync.multiprocess.agreement import mesh_processes
-from jaxsync.multiprocess.consent import Consent
+from jaxsync.multiprocess.consent import Consent, agree_on_values
 from jaxsync.placement import (
     abstract_params,
     batch_spec,
@@ -89,6 +89,9 @@ class TrainStep:
             ndim: NamedSharding(self._mesh, spec)
             for ndim, spec in ((0, PartitionSpec()), (1, plan.batch_spec))
         }
+        # With several processes: calls so far, and the batch of the last.
+        self._num_calls = 0
+        self._last_kinds: tuple[Any, ...] | None = None
         # Of the optimizer's states: that of `init`, and those that its updates have returned.
         self._opt_structures: list[Any] = []
         self._consent = Consent(
@@ -145,12 +148,15 @@ class TrainStep:
             return inner(state, batch)
         if isinstance(state.step, np.ndarray | np.generic):  # a state from the host
             shardings = jax.tree.leaves(self._state_shardings(state.params))
+            agree_on_values("the state", state, shardings)
             state = jax.tree.unflatten(jax.tree.structure(state), put(jax.tree.leaves(state), shardings))
         held = jax.tree.leaves(state)
         check_not_deleted([*held, *rows], {"state": state, "batch": batch})
         if self._donate:
             check_not_aliased("state", state, held, rows)
-        kinds = self._agree_on_batch(state, rows) if self._consent.is_needed else None
+        kinds = self._kinds_if_new(rows) if self._consent.is_needed else None
+        if kinds is not None:
+            self._agree_on_batch(state, rows, kinds)
         batch = self._place_batch(batch)
         if kinds is not None:
             self._agree_on_program(state, batch, kinds)
@@ -158,9 +164,19 @@ class TrainStep:
             lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
         )
 
-    def _agree_on_batch(self, state: TrainState, rows: Sequence[Any]) -> Hashable:
-        """Asks the other processes whether they have such a batch and state; once for each kind of batch."""
+    def _kinds_if_new(self, rows: Sequence[Any]) -> tuple[Any, ...] | None:
+        """The shapes and dtypes of a batch, if they are not those of the last call; counts the calls."""
         kinds = tuple((np.shape(x), str(getattr(x, "dtype", type(x).__name__))) for x in rows)
+        self._num_calls += 1
+        last, self._last_kinds = self._last_kinds, kinds
+        return None if kinds == last else kinds
+
+    def _agree_on_batch(self, state: TrainState, rows: Sequence[Any], kinds: tuple[Any, ...]) -> None:
+        """Asks the other processes whether they have such a batch and state.
+
+        Each time when the shapes are not those of the call before: else a process that comes to its last,
+        smaller batch a step early would pair it with another one of the others.
+        """
 
         def facts() -> dict[str, str]:
             held = {
@@ -169,13 +185,13 @@ class TrainStep:
             }
             rows_here = [np.asarray(x).tobytes() for x in rows if not isinstance(x, jax.Array)]
             return {
+                "call": f"number {self._num_calls}",
                 "batch": ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds),
                 "values of the batch's host arrays": hashlib.sha256(b"".join(rows_here)).hexdigest()[:16],
                 **held,
             }
 
-        self._consent.ask("the training step", facts, key=kinds)
-        return kinds
+        self._consent.ask("the training step", facts)
 
     def _agree_on_program(self, state: TrainState, batch: Any, kinds: Hashable) -> None:
         """Asks whether loss and optimizer are the same: another learning rate would part the replicas."""
@@ -218,11 +234,15 @@ class TrainStep:
         >>> compiled.memory_analysis().argument_size_in_bytes  # of a device: 24 floats, 2 rows, a step number
         164
         """
-        params = abstract_params(self.plan)
+        placed = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
+            abstract_params(self.plan),
+            self.plan.specs,
+        )
         state: TrainState = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._make_state, params),
-            self._state_shardings(params),
+            jax.eval_shape(self._make_state, placed),
+            self._state_shardings(placed),
         )
         return state
 

@@ -19,6 +19,7 @@ from jaxsync.host.launcher import check_not_deleted, process_launcher, resolve_w
 from jaxsync.ingraph.packed import Packed, is_packed, split, unpack_all
 from jaxsync.ingraph.sharded import cut_like, gather_all
 from jaxsync.ingraph.shards import Shard, holds_array, is_shard
+from jaxsync.multiprocess.consent import agree_on_values
 from jaxsync.placement import put
 from jaxsync.plan import SyncPlan
 
@@ -68,6 +69,8 @@ class TrainState:
         Raises:
             TreeMismatchError: A new tree has another structure, or a leaf another shape or dtype.
             DeletedArrayError: The state was donated to a step.
+            DisagreementError: Several processes bring other values.
+            AbsentProcessError: Not all of several processes came.
         """
         old = {"params": self.packed_params, "opt_state": self.packed_opt_state}
         check_not_deleted(jax.tree.leaves(old), {"state": self})
@@ -190,11 +193,19 @@ def _splitter(
     shapes: tuple[tuple[tuple[int, ...], ...], ...], shardings: tuple[Sharding, ...]
 ) -> Callable[[Sequence[jax.Array]], list[list[jax.Array]]]:
     """A program that takes leaves of these shapes out of each of several arrays."""
-    places = [[sharding] * len(own) for own, sharding in zip(shapes, shardings, strict=True)]
+    places = [
+        [_as_scalar(sharding) if shape == () else sharding for shape in own]
+        for own, sharding in zip(shapes, shardings, strict=True)
+    ]
     return jax.jit(
         lambda arrays: [split(array, own) for array, own in zip(arrays, shapes, strict=True)],
         out_shardings=places,
     )
+
+
+def _as_scalar(sharding: Sharding) -> Sharding:
+    """The sharding for an array without dims: on Explicit meshes a spec names each dim, if only as None."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _repack(name: str, old: Any, new: Any) -> Any:
@@ -207,6 +218,7 @@ def _repack(name: str, old: Any, new: Any) -> Any:
         )
 
     _check_same_leaves(name, old, new)
+    agree_on_values(name, new, [x.sharding for x in jax.tree.leaves(old)])
     program = jax.jit(pack, out_shardings=jax.tree.map(lambda x: x.sharding, old))
     pieces = [_bring_to(was, piece) for was, piece in zip(wanted, outer.flatten_up_to(new), strict=True)]
     result = program(pieces)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsync
@@ -129,3 +130,26 @@ def test_parameters_can_be_shown_inside_a_program_and_on_the_host() -> None:
     host = jax.device_get(state)
     np.testing.assert_array_equal(host.params["w"], PARAMS["w"])
     assert type(host.params["w"]) is np.ndarray
+
+
+def test_a_scalar_among_fused_leaves_is_shown_on_explicit_meshes() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Explicit,))
+    params = {"s": np.float32(1), "w": np.ones(3, np.float32)}
+    plan = jaxsync.make_plan(params, mesh)
+    step = jaxsync.make_train_step(lambda p, b: jnp.mean(b @ p["w"]) * p["s"], optax.sgd(0.1), plan)
+    state, _ = step(step.init(params), np.ones((16, 3), np.float32))
+    np.testing.assert_allclose(state.params["s"], 0.7, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
+def test_the_abstract_state_of_sharded_parameters_is_made_on_explicit_meshes() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Explicit,))
+    params = {"t": np.ones(16, np.float32), "w": np.ones((3, 2), np.float32)}
+    plan = jaxsync.make_plan(params, mesh, {"t": P("data"), "w": P()})
+    tx = jaxsync.shard_optimizer(optax.adam(0.1), plan)
+    step = jaxsync.make_train_step(lambda p, b: jnp.mean(b @ p["w"]) + p["t"].sum(), tx, plan)
+    made, abstract = step.init(params), step.abstract_state()
+    assert jax.tree.structure(made) == jax.tree.structure(abstract)
+    for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert x.sharding.shard_shape(x.shape) == y.sharding.shard_shape(y.shape)

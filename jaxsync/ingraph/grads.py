@@ -55,12 +55,11 @@ def sync_gradients(grads: Any, plan: SyncPlan) -> Any:
     check_axes_bound(plan, "sync_gradients")
     leaves, rebuild = match_tree(grads, plan, "grads", is_whole=True)
     check_not_reduced(plan.leaves, leaves)
-    divisor = plan.num_replicas if plan.config.reduce == "mean" else 1
-    return rebuild(reduce_leaves(plan, leaves, divisor))
+    return rebuild(reduce_leaves(plan, leaves))
 
 
-def reduce_leaves(plan: SyncPlan, leaves: Sequence[Any], divisor: int) -> list[Any]:
-    """Local gradients in plan order, summed and divided; those that are None stay None.
+def reduce_leaves(plan: SyncPlan, leaves: Sequence[Any]) -> list[Any]:
+    """Local gradients in plan order, reduced; those that are None stay None.
 
     Collectives: one all-reduce for each dtype and set of axes among them.
     """
@@ -68,6 +67,7 @@ def reduce_leaves(plan: SyncPlan, leaves: Sequence[Any], divisor: int) -> list[A
     packed = reduce.scale_before(plan, manifest, reduce.pack(manifest, leaves))
     cuts = reduce.group_cuts(manifest, spec_cuts(plan))
     summed, _ = reduce.reduce_all(plan, manifest, packed, cuts)
+    divisor = plan.num_replicas if plan.config.reduce == "mean" else 1
     finished = reduce.finish(plan, manifest, summed, divisor)
     return reduce.unpack(manifest, finished, cuts, [_passed(value) for value in leaves])
 

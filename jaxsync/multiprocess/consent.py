@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxsync.errors import MeshError
@@ -15,6 +17,32 @@ from jaxsync.multiprocess.differences import Facts
 from jaxsync.multiprocess.runtime import patience_s
 from jaxsync.multiprocess.values import broadcast, host_value, restore, value_digest
 from jaxsync.plan import SyncPlan
+
+
+def agree_on_values(subject: str, tree: Any, shardings: Sequence[Any]) -> None:
+    """Returns when all processes of these shardings bring the same values for `tree`; at once if alone.
+
+    Arrays that are on the mesh of several processes already are not compared.
+
+    Raises:
+        DisagreementError: In every process: which leaves differ.
+        AbsentProcessError: Names the processes that did not come.
+    """
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    processes = sorted({device.process_index for device in devices})
+    if len(processes) < 2:
+        return
+    facts = {
+        f"value of {jax.tree_util.keystr(path)}": f"bits {value_digest(_bits(x))}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        if not isinstance(x, jax.Array) or x.is_fully_addressable
+    }
+    agree(subject, digest_of(sorted(facts.items())), lambda: facts, processes, patience_s())
+
+
+def _bits(x: Any) -> Any:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 class Consent:

@@ -124,6 +124,22 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
         step(step.init(params), np.ones((4, 2), np.float32))
 
     tell("rows", lambda: step(state, np.full((8, 2), float(ME), np.float32)))
+
+    def loop(sizes):
+        step, params = make_step()
+        state = step.init(params)
+        for size in sizes:
+            state, metrics = step(state, np.ones((size, 2), np.float32))
+        jax.block_until_ready(state)
+
+    tell("in turn", lambda: loop([4, 2, 4, 2] if odd else [2, 4, 2, 4]))
+    tell("replaced", lambda: step.init(params).replace(params=(W + ME, B)))
+    def from_host():
+        host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), step.init(params))
+        own = jax.tree.map(lambda x: x + x.dtype.type(ME), host)
+        step(own, np.ones((8, 2), np.float32))
+
+    tell("from the host", from_host)
     tell("optimizer", lambda: launch(tx=optax.sgd(0.2 if odd else 0.1)))
     tell("loss", lambda: launch(loss_fn=(lambda p, x: 2 * loss_fn(p, x)) if odd else loss_fn))
     client = jaxsync.SyncClient(jaxsync.make_mesh({"data": NUM}))
@@ -167,6 +183,11 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
         differ("the training step", "batch: float32[6, 2] " + one.format("float32[4, 2]"))
     )
     assert found["rows"].startswith(differ("the training step", "values of the batch's host arrays: "))
+    assert found["in turn"].startswith(
+        differ("the training step", "batch: float32[2, 2] " + one.format("float32[4, 2]"))
+    )
+    assert found["replaced"].startswith(differ("state.params", "value of [0]: bits "))
+    assert found["from the host"].startswith(differ("the state", "value of "))
     for name in ("optimizer", "loss"):
         program = "loss function and optimizer, as compiled: "
         assert found[name].startswith(differ("the program of the training step", program))
@@ -178,6 +199,22 @@ def test_every_process_is_told_in_what_they_differ(run_job: Callable[..., Any]) 
     )
     assert found["version"].startswith(differ(parameters, "jaxsync: even " + one.format("odd")))
     assert found["end"] == "fine"
+
+
+def test_a_last_batch_that_comes_a_step_early_is_not_paired_with_another(run_job: Callable[..., Any]) -> None:
+    """Both shapes are known to both. One of them has launched a step by then that the other never will."""
+    code = """
+    step, params = make_step()
+    state = step.init(params)
+    for size in [4, 2, 4, 4, 2, 4] if odd else [4, 2, 4, 2, 4, 4]:
+        state, metrics = step(state, np.ones((size, 2), np.float32))
+    """
+    ended = run_job(code, 2, before="PATIENCE_S = 5\n" + JOB)
+    # Whether they meet in time depends on whether the one waits for its step before it asks.
+    errors = ("DisagreementError", "AbsentProcessError", "PeerLostError")
+    for process in ended:
+        assert process.code != 0
+        assert any(f"jaxsync.errors.{name}" in process.err for name in errors), ended
 
 
 def test_a_process_that_does_not_come_is_named_and_one_that_comes_late_is_told(

@@ -165,8 +165,9 @@ def test_what_a_step_gives_can_be_read_in_every_process(run_job: Callable[..., A
     batch = next(make_batches())
     state, metrics = step(step.init(same, broadcast=False), batch)
     host = jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), state))
-    state = state.replace(params=jax.device_get(params), opt_state=state.opt_state)
-    assert np.array_equal(state.params["b"].addressable_data(0), params["b"])
+    other = {**first, "b": np.full(8, 3, np.float32)}
+    state = state.replace(params=jax.device_get(other), opt_state=state.opt_state)
+    assert np.array_equal(state.params["b"].addressable_data(0), other["b"])
     again, metrics = step(host, batch)
     print(float(metrics["loss"]), bool(metrics["finite"]), int(again.step))
     """
