@@ -84,14 +84,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if mark is None and not is_counted:
         return
     from jaxsync import pytest_plugin
-    from jaxsync.errors import MeshMarkError
+    from jaxsync.errors import JaxsyncError
 
     try:
         if is_counted:
             pytest_plugin.check_count(item.config.stash[_COUNT])
         if (axes := pytest_plugin.mark_axes(mark)) is not None:
             pytest_plugin.check_mark(axes)
-    except (MeshMarkError, pytest.UsageError) as error:
+    except (JaxsyncError, pytest.UsageError) as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
 
 
@@ -110,10 +110,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def sync_mesh(request: pytest.FixtureRequest) -> Mesh:
-    """The mesh of `@pytest.mark.mesh(data=4, model=2)`; without the mark, all devices along "data"."""
-    from jaxsync import pytest_plugin
+    """The mesh of `@pytest.mark.mesh(data=4, model=2)`; without the mark, all devices along "data".
 
-    return pytest_plugin.make_test_mesh(request.node.get_closest_marker("mesh"))
+    A single device fails the test, unless its mark says `mesh(data=1)`: there, wrong reductions pass.
+    """
+    from jaxsync import pytest_plugin
+    from jaxsync.errors import JaxsyncError
+
+    try:
+        return pytest_plugin.make_test_mesh(request.node.get_closest_marker("mesh"))
+    except (JaxsyncError, pytest.UsageError) as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
 
 
 @pytest.fixture

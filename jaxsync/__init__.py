@@ -20,7 +20,6 @@ from jaxsync.ingraph.grads import sync_gradients, value_and_grad
 from jaxsync.ingraph.norm import global_norm
 from jaxsync.ingraph.sharded import shard_optimizer
 from jaxsync.ingraph.transform import clip_by_global_norm, synchronize
-from jaxsync.ingraph.unreduced import sync_unreduced
 from jaxsync.mesh import make_mesh
 from jaxsync.multiprocess.runtime import initialize
 from jaxsync.plan import SyncPlan, make_plan
@@ -53,7 +52,6 @@ __all__ = [
     "simulate_devices",
     "start",
     "sync_gradients",
-    "sync_unreduced",
     "synchronize",
     "value_and_grad",
 ]

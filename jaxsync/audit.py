@@ -150,13 +150,15 @@ def _input_axes(compiled: Any, mesh: Mesh) -> list[tuple[str, frozenset[str]]] |
     ]
 
 
-def _output_axes(compiled: Any, mesh: Mesh) -> list[frozenset[str]]:
+def _output_axes(compiled: Any, mesh: Mesh) -> list[tuple[str, frozenset[str]]]:
+    """For each result its path, and the axes it is sharded over; nothing if that is not known."""
     shardings = jax.tree.leaves(compiled.output_shardings)
-    infos = jax.tree.leaves(compiled.out_info)
+    infos = jax.tree_util.tree_leaves_with_path(compiled.out_info)
     if len(shardings) != len(infos):
         return []
     return [
-        sharding_axes(sharding, info.shape, mesh) for sharding, info in zip(shardings, infos, strict=True)
+        (jax.tree_util.keystr(path), sharding_axes(sharding, info.shape, mesh))
+        for sharding, (path, info) in zip(shardings, infos, strict=True)
     ]
 
 

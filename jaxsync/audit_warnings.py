@@ -18,7 +18,7 @@ class AuditWarning:
     Attributes:
         kind: `"loop"`: a collective in a loop. `"double"`: a sum of values that were summed over the same
             axes before. `"equal"`: a sum of values that are equal on all devices. `"missing"`: rows sharded
-            over an axis, no collective over it, and a result that is to be equal along it.
+            over an axis, and results that are to be equal along it but may differ.
         axes: The mesh axes in question; None if they are not known.
         what: What there is, in a sentence.
         fix: What may mend it.
@@ -85,47 +85,57 @@ def _sum_warning(reduction: Reduction) -> AuditWarning | None:
     )
 
 
+# What passes parts around may make values equal in ways that are not followed, such as a ring of permutes.
+_PASSED = ("all-to-all", "ragged-all-to-all", "collective-permute")
+
+
 def missing_warnings(
     flow: Flow,
     collectives: Sequence[Collective],
     inputs: Sequence[tuple[str, frozenset[str]]],
-    outputs: Sequence[frozenset[str]],
+    outputs: Sequence[tuple[str, frozenset[str]]],
 ) -> list[AuditWarning]:
-    """One for each axis that arguments are sharded over, results are replicated over, and nothing runs over.
+    """One for each axis that arguments are sharded over, and along which replicated results may differ.
 
     Args:
         flow: What is known of the values.
         collectives: Those of the program.
         inputs: For each argument its path, and the axes it is sharded over.
-        outputs: For each result the axes it is sharded over.
+        outputs: For each result its path, and the axes it is sharded over.
     """
     if len(outputs) != len(flow.results) or any(each.axes is None for each in collectives):
         return []
     covered = {axis for each in collectives for axis in each.axes or ()}
-    unequal = {
-        axis
-        for axes, value in zip(outputs, flow.results, strict=True)
-        for axis in value.varies - axes - covered
-    }
+    passed = {axis for each in collectives if each.kind in _PASSED for axis in each.axes or ()}
+    unequal: dict[str, list[str]] = {}
+    for (path, axes), value in zip(outputs, flow.results, strict=True):
+        for axis in value.varies - axes - passed:
+            unequal.setdefault(axis, []).append(path)
     found = []
-    for axis in sorted(unequal):
+    for axis, results in sorted(unequal.items()):
         names = [path for path, axes in inputs if axis in axes]
         if names:
-            found.append(_missing_warning(axis, names))
+            found.append(_missing_warning(axis, names, results if axis in covered else ()))
     return found
 
 
-def _missing_warning(axis: str, names: Sequence[str]) -> AuditWarning:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return AuditWarning(
-        kind="missing",
-        axes=(axis,),
-        what=(
-            f"no collective runs over {axis!r}, over which arguments are sharded ({shown}); a result that is "
-            "to be equal on all devices depends on them, and so is another one on each"
-        ),
-        fix="sync the gradients before they are used: jaxsync.value_and_grad(loss_fn, plan)",
+def _missing_warning(axis: str, names: Sequence[str], results: Sequence[str]) -> AuditWarning:
+    what = (
+        f"no collective runs over {axis!r}, over which arguments are sharded ({_shown(names)}); a result that "
+        "is to be equal on all devices depends on them, and so is another one on each"
     )
+    if results:  # others are reduced
+        what = (
+            f"no collective over {axis!r} lies between arguments that are sharded over it ({_shown(names)}) "
+            f"and results that are to be equal along it ({_shown(results)}): they differ by device"
+        )
+    fix = "sync the gradients before they are used: jaxsync.value_and_grad(loss_fn, plan)"
+    return AuditWarning(kind="missing", axes=(axis,), what=what, fix=fix)
+
+
+def _shown(paths: Sequence[str]) -> str:
+    named = [path or "the only one" for path in paths[:3]]
+    return ", ".join(named) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _over(axes: tuple[str, ...] | None) -> str:

@@ -113,7 +113,12 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(source=str(path), problems=(f"cannot be read: {reason}",)) from error
+        raise ConfigError(
+            source=str(path),
+            problems=(f"cannot be read: {reason}",),
+            kind="file" if isinstance(error, OSError) else "toml",
+            folder="" if Path(path).is_absolute() else str(Path.cwd()),
+        ) from error
 
 
 def from_table(cls: type[T], table: Mapping[str, Any], *, source: str) -> T:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import jax
 
-from jaxsync.errors import ArgumentError, BackendStartedError
+from jaxsync.errors import ArgumentError, BackendStartedError, DeviceCountError
 
 # XLA's CPU runtime runs every device's share of a program on one pool. A collective parks one thread a
 # device until all have come, so a pool of fewer threads than devices in flight waits for itself. Twice the
@@ -71,6 +71,37 @@ def has_backend_started() -> bool:
         return True
     jax.config.update("jax_num_cpu_devices", count)
     return False
+
+
+def all_devices(asked: int) -> list[jax.Device]:
+    """The devices of JAX, however many: `asked` is what they are for. Starts the backend.
+
+    Raises:
+        DeviceCountError: JAX cannot start, and has none.
+
+    >>> len(all_devices(2))
+    8
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        # JAX (0.10 to 0.12) has an assertion without a text for JAX_PLATFORMS=cuda without the plugin.
+        raise DeviceCountError(
+            asked=asked,
+            found=0,
+            platform="no platform",
+            problem=str(error).rstrip(".") or "a platform that is asked for is not there",
+            causes=platform_causes(),
+        ) from error
+
+
+def platform_causes() -> tuple[str, ...]:
+    """Which setting chose a platform other than the CPU: a line, if one did."""
+    chosen = jax.config.jax_platforms  # type: ignore[attr-defined]  # made at run time
+    if not chosen or chosen == "cpu":
+        return ()
+    name = "JAX_PLATFORMS" if os.environ.get("JAX_PLATFORMS") == chosen else "jax.config.jax_platforms"
+    return (f"{name} is {chosen!r}: unset it, or make it 'cpu'",)
 
 
 def _check_started_backend(n: int) -> None:

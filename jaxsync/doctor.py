@@ -26,6 +26,7 @@ _CHILD = (
     "import json, jax; devices = jax.devices(); "
     "print(json.dumps([devices[0].platform, devices[0].device_kind, len(devices)]))"
 )
+_PROJECT_EXTRAS = ("dev", "docs")  # for work on jaxsync itself; to a user they only look as if missing
 _THREADS_A_DEVICE = 2  # as simulate_devices makes it
 
 
@@ -52,7 +53,8 @@ class Facts:
 
     Attributes:
         versions: Of Python, jaxsync and the libraries it needs.
-        extras: For each extra its packages, each with its version, or None if it is not installed.
+        extras: For each extra that a user may want its packages, each with its version, or None if it is not
+            installed.
         backend: What JAX starts with.
         num_cores: Cores this process may use.
         environment: The environment variables that matter, those that are set.
@@ -100,7 +102,7 @@ def gather_facts(environment: Mapping[str, str] | None = None) -> Facts:
     environment = os.environ if environment is None else environment
     return Facts(
         versions=library_versions(),
-        extras=extra_packages(),
+        extras={name: found for name, found in extra_packages().items() if name not in _PROJECT_EXTRAS},
         backend=_start_backend(environment),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         environment={

@@ -43,7 +43,7 @@
     ├── PeerLostError          (ConnectionError)      a process that died or stopped while others needed it
     ├── DisagreementError      (ValueError)           processes that do not run the same job
     ├── ForeignDeviceError     (ValueError)           a device that another process owns
-    ├── LaunchError            (OSError)              a command that cannot be started
+    ├── LaunchError            (OSError)              processes that cannot be started
     ├── CheckpointReadError    (OSError)              a checkpoint that is not there, or cannot be read
     ├── CheckpointWriteError   (OSError)              a checkpoint that cannot be written
     ├── CheckpointMismatchError (ValueError)          a checkpoint of other leaves
@@ -57,6 +57,7 @@
     ├── RecompiledError        (AssertionError)       a program compiled where none should be
     ├── LeakError              (AssertionError)       what a test left behind
     ├── MeshMarkError          (AssertionError)       a mark that asks for more devices than there are
+    ├── TooFewDevicesError     (AssertionError)       a test on too few devices to show anything
     └── FaultMissedError       (AssertionError)       an injected fault that never struck
 
 Each class owns its text: what happened, where (one line a place), and what to do. A raise gives only
@@ -68,7 +69,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from jaxsync.report.markup import Markup, element, fragment
 from jaxsync.report.timeline import draw_timeline, make_spans
@@ -149,19 +150,33 @@ def _error(cls: type[E]) -> type[E]:
 
 @_error
 class ConfigError(JaxsyncError, ValueError):
-    """A configuration that cannot be meant. `problems` has one line for each key at fault."""
+    """A configuration that cannot be meant. `problems` has one line for each key at fault.
+
+    `kind` says whether values are at fault, or the file that cannot be read, or its TOML; `folder` is where a
+    relative path started.
+    """
 
     source: str
     problems: tuple[str, ...]
+    kind: Literal["values", "file", "toml"] = "values"
+    folder: str = ""
 
     def what(self) -> str:
-        return f"The configuration in {self.source} is not valid."
+        return f"Not a valid configuration: {self.source}."
 
     def places(self) -> Sequence[str]:
         return self.problems
 
     def fix(self) -> str:
-        return "correct the keys above; `jaxsync.SyncConfig` documents every key of the sync table."
+        if self.kind == "file":
+            where = f"; {self.source} was looked for in the current folder, {self.folder}" * bool(self.folder)
+            return f"give the path of a TOML file that is there and can be read{where}."
+        if self.kind == "toml":
+            return "correct the file at that place: it has to be TOML in UTF-8."
+        return (
+            "correct what is listed above. `jaxsync.SyncConfig` documents the keys of the sync table; "
+            "configs/digits.toml in the repository of jaxsync shows all keys of a job."
+        )
 
 
 @_error
@@ -219,16 +234,30 @@ class BackendStartedError(JaxsyncError, RuntimeError):
 
 @_error
 class DeviceCountError(JaxsyncError, RuntimeError):
-    """Fewer devices than the mesh needs."""
+    """Fewer devices than the mesh needs. `problem`: why JAX has none, if it cannot start."""
 
     asked: int
     found: int
     platform: str
+    problem: str = ""
+    causes: tuple[str, ...] = ()
 
     def what(self) -> str:
-        return f"The mesh needs {self.asked} devices; JAX has {self.found} ({self.platform})."
+        found = (
+            f"JAX cannot start: {self.problem}" if self.problem else f"JAX has {self.found} ({self.platform})"
+        )
+        return f"The mesh needs {_count(self.asked, 'device', 'devices')}; {found}."
+
+    def places(self) -> Sequence[str]:
+        return self.causes
 
     def fix(self) -> str:
+        if self.problem:
+            return (
+                "choose a platform that is there, before the first use of JAX; an accelerator needs JAX's "
+                "plugin for it. For simulated devices: JAX_PLATFORMS=cpu, and "
+                f"jaxsync.simulate_devices({self.asked})."
+            )
         return (
             f"make a smaller mesh, or simulate the devices: jaxsync.simulate_devices({self.asked}) "
             "before the first use of JAX."
@@ -878,10 +907,12 @@ class AbsentProcessError(JaxsyncError, TimeoutError):
         return [f"process {process} is missing" for process in self.missing]
 
     def fix(self) -> str:
+        is_start = self.waited_for.startswith("jaxsync.initialize")
+        timeout = "timeout_s" if is_start else "collective_timeout_s"
         return (
             "see in their logs whether they were started, ended early or take another way through the "
             "program: all processes must run the same calls in the same order. If they are only slow, raise "
-            "the timeout: jaxsync.initialize(timeout_s=...)."
+            f"the timeout: jaxsync.initialize({timeout}=...)."
         )
 
 
@@ -948,16 +979,37 @@ class ForeignDeviceError(JaxsyncError, ValueError):
 
 @_error
 class LaunchError(JaxsyncError, OSError):
-    """A command that cannot be started. Processes that were started before it have been ended."""
+    """Processes that cannot be started. Those that were started before have been ended.
 
-    command: tuple[str, ...]
-    process: int
-    reason: str
+    `kind` says whether the command is at fault, the run directory, or options, of which `problems` has a line
+    for each.
+    """
+
+    command: tuple[str, ...] = ()
+    process: int = 0
+    reason: str = ""
+    kind: Literal["command", "run_dir", "options"] = "command"
+    run_dir: str = ""
+    problems: tuple[str, ...] = ()
 
     def what(self) -> str:
+        if self.kind == "run_dir":
+            return f"No process was started: nothing can be recorded in {self.run_dir}: {self.reason}."
+        if self.kind == "options":
+            return "No process was started: options that cannot be meant."
         return f"Process {self.process} could not be started: {self.command[0]}: {self.reason}."
 
+    def places(self) -> Sequence[str]:
+        return self.problems
+
     def fix(self) -> str:
+        if self.kind == "run_dir":
+            return "give --run-dir a directory that can be made and written to; or leave it out."
+        if self.kind == "options":
+            return (
+                "correct what is listed above; `jaxsync launch --help` says what each option is: "
+                "`jaxsync launch -n 4 -- python train.py`."
+            )
         return (
             "give the program and its arguments after `--`, as a shell would find them from here: "
             "`jaxsync launch -n 4 -- python train.py`."
@@ -1050,8 +1102,11 @@ class GradientMismatchError(JaxsyncError, AssertionError):
     def fix(self) -> str:
         return (
             "reduce every gradient once, over the axes that carry the batch and no other: "
-            "jaxsync.value_and_grad(loss_fn, plan) does. See that loss_fn, on one device, is the loss of the "
-            "whole batch; if all is right but the rounding, pass rtol=."
+            "jaxsync.value_and_grad(loss_fn, plan) does. A ratio that is a number of devices comes most "
+            "often from jax.grad with respect to replicated parameters under jax.shard_map: it sums over the "
+            "devices itself, and pmean of that sum changes nothing. There make the parameters varying before "
+            "jax.grad: jax.lax.pcast(params, axis, to='varying'). See that loss_fn, on one "
+            "device, is the loss of the whole batch; if all is right but the rounding, pass rtol=."
         )
 
 
@@ -1157,6 +1212,28 @@ class MeshMarkError(JaxsyncError, AssertionError):
 
 
 @_error
+class TooFewDevicesError(JaxsyncError, AssertionError):
+    """A test on too few devices to show anything. `allow`: what lets it pass where that is meant."""
+
+    subject: str
+    found: int
+    wanted: int
+    allow: str
+
+    def what(self) -> str:
+        why = ", and one device shows nothing: no reduction can be wrong there" if self.found == 1 else ""
+        found = _count(self.found, "device", "devices")
+        return f"{self.subject} is on {found}; wanted {self.wanted} or more{why}."
+
+    def fix(self) -> str:
+        devices = max(self.wanted, 8)
+        return (
+            f"run pytest --jaxsync-devices={devices}, or set jaxsync_devices = {devices} in pytest's "
+            f"configuration, and use all devices; or, if so few are meant, {self.allow}."
+        )
+
+
+@_error
 class FaultMissedError(JaxsyncError, AssertionError):
     """Injected faults that never struck, so that nothing was tested. `faults`: one line each."""
 
@@ -1209,8 +1286,9 @@ class RunWriteError(JaxsyncError, OSError):
 
     def fix(self) -> str:
         return (
-            "give each run a directory of its own that can be written to and has room; to go on with the run "
-            "that is there: RunLog.open(directory, header, resume=True)."
+            "give each run a directory of its own that can be written to and has room (--run-dir DIR). To go "
+            "on with the run that is there: `jaxsync train` with its --checkpoints DIR and --resume, or in a "
+            "program of your own RunLog.open(directory, header, resume=True)."
         )
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxsync.devices import all_devices
 from jaxsync.errors import ArgumentError, DeviceCountError, MeshError
 
 AnyMesh = Mesh | AbstractMesh
@@ -24,7 +25,7 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
     Raises:
         ArgumentError: `axes` is no mapping.
         MeshError: No axis, a size that is no positive int, or a device that is given twice.
-        DeviceCountError: There are fewer devices than the product of the sizes.
+        DeviceCountError: There are fewer devices than the product of the sizes; or JAX cannot start.
 
     >>> format_mesh(make_mesh({"data": 4, "model": 2}))
     'data=4, model=2'
@@ -39,11 +40,11 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
     ]
     if problems or not axes:
         raise MeshError(mesh=str(dict(axes)), problems=tuple(problems or ["it has no axis"]))
-    found = jax.devices() if devices is None else list(devices)
-    if len(set(found)) < len(found):
-        raise MeshError(mesh=str(dict(axes)), problems=("a device is given twice",))
     sizes = tuple(int(size) for size in axes.values())
     asked = math.prod(sizes)
+    found = all_devices(asked) if devices is None else list(devices)
+    if len(set(found)) < len(found):
+        raise MeshError(mesh=str(dict(axes)), problems=("a device is given twice",))
     if asked > len(found):
         platform = found[0].platform if found else "no"
         raise DeviceCountError(asked=asked, found=len(found), platform=f"platform {platform}")

@@ -104,13 +104,17 @@ class SyncPlan:
     def rows(self) -> PlanRows:
         """The plan for people: its buckets as rows of plain values."""
         passed = sum(not leaf.is_synced for leaf in self.leaves)
+        counts = [
+            f"{format_count(len(self.leaves), 'leaf', 'leaves')} ({passed} pass through)",
+            format_count(len(self.buckets), "bucket"),
+            format_count(self.num_all_reduces, "all-reduce"),
+        ]
+        if self.num_reduce_scatters:
+            counts.append(format_count(self.num_reduce_scatters, "reduce-scatter"))
         mesh = format_mesh(self.mesh)
         return PlanRows(
             title=f"SyncPlan over mesh ({mesh}), {self.config.reduce} over {self.data_axes}",
-            summary=(
-                f"{len(self.leaves)} leaves ({passed} pass through), {len(self.buckets)} buckets, "
-                f"{self.num_all_reduces} all-reduces, {format_bytes(self.num_bytes)} a step and device"
-            ),
+            summary=f"{', '.join(counts)}, {format_bytes(self.num_bytes)} a step and device",
             fingerprint=self.fingerprint,
             buckets=tuple(self._row(bucket) for bucket in self.buckets),
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,8 +17,14 @@ from jax.sharding import Mesh
 
 from jaxsync.client import SyncClient, start
 from jaxsync.config import SyncConfig
-from jaxsync.devices import simulate_devices
-from jaxsync.errors import BackendStartedError, JaxsyncError, MeshMarkError
+from jaxsync.devices import all_devices, platform_causes, simulate_devices
+from jaxsync.errors import (
+    BackendStartedError,
+    DeviceCountError,
+    JaxsyncError,
+    MeshMarkError,
+    TooFewDevicesError,
+)
 from jaxsync.mesh import make_mesh
 from jaxsync.testing.leaks import no_leaks
 
@@ -48,18 +53,16 @@ def check_count(count: int) -> None:
         pytest.UsageError: JAX has other devices, or none: something else chose the platform.
     """
     try:
-        found = jax.devices()
-    except RuntimeError as error:
-        raise pytest.UsageError(str(_other_devices(count, f"JAX cannot start: {error}"))) from error
+        found = all_devices(count)
+    except DeviceCountError as error:
+        raise pytest.UsageError(str(_other_devices(count, f"JAX cannot start: {error.problem}"))) from error
     if len(found) != count or found[0].platform != "cpu":
         text = f"JAX has started with {len(found)} {found[0].platform} device{'s' * (len(found) != 1)}"
         raise pytest.UsageError(str(_other_devices(count, text)))
 
 
 def _other_devices(count: int, found: str) -> BackendStartedError:
-    chosen = os.environ.get("JAX_PLATFORMS")
-    causes = (f"JAX_PLATFORMS is {chosen!r}: unset it, or make it 'cpu'",) if chosen else ()
-    return BackendStartedError(asked=count, found=found, causes=causes)
+    return BackendStartedError(asked=count, found=found, causes=platform_causes())
 
 
 def mark_axes(mark: pytest.Mark | None) -> dict[str, int] | None:
@@ -77,20 +80,29 @@ def check_mark(axes: Mapping[str, int]) -> None:
 
     Raises:
         MeshMarkError: There are too few: says what to pass.
+        DeviceCountError: JAX cannot start.
     """
-    devices, asked = jax.devices(), math.prod(axes.values())
+    asked = math.prod(axes.values())
+    devices = all_devices(asked)
     if asked > len(devices):
         mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise MeshMarkError(mesh=mesh, asked=asked, found=len(devices), platform=devices[0].platform)
 
 
 def make_test_mesh(mark: pytest.Mark | None) -> Mesh:
-    """The mesh of a mark; without one, all devices along "data".
+    """The mesh of a mark; without one, all devices along "data", if that is more than one.
 
     Raises:
         pytest.UsageError: The mark does not say which axes.
+        TooFewDevicesError: There is no mark, and only one device: there, wrong code passes.
+        MeshError: The mark has a size below 1.
+        DeviceCountError: JAX cannot start.
     """
-    axes = {"data": len(jax.devices())} if mark is None else mark_axes(mark)
+    axes = {"data": len(all_devices(2))} if mark is None else mark_axes(mark)
+    if mark is None and axes == {"data": 1}:
+        raise TooFewDevicesError(
+            subject="sync_mesh", found=1, wanted=2, allow="mark the test with mesh(data=1)"
+        )
     if axes is None:
         raise pytest.UsageError("sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)")
     return make_mesh(axes)

@@ -55,14 +55,13 @@ def find_function(reference: str) -> Callable[[], Any]:
     """
     module_name, _, name = reference.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), name]):
-        raise SubjectError(reference=reference, problem='wanted "package.module:function"')
-    module = _import_module(module_name, reference)
+        hint = _leave_out_py(module_name, name)
+        raise SubjectError(reference=reference, problem=f'wanted "package.module:function"{hint}')
+    module = _import_module(module_name, name, reference)
     function = getattr(module, name, None)
     if function is None:
-        near = difflib.get_close_matches(name, vars(module), n=1, cutoff=0.0)
-        problem = (
-            f"{getattr(module, '__file__', None) or module_name} has no {name!r}: the nearest is {near[0]!r}"
-        )
+        where = getattr(module, "__file__", None) or module_name
+        problem = f"{where} has no {name!r}{_nearest(name, module)}"
         raise SubjectError(reference=reference, problem=problem)
     if not callable(function):
         problem = f"{name!r} is of type {type(function).__name__}; wanted a function"
@@ -74,13 +73,30 @@ def find_function(reference: str) -> Callable[[], Any]:
     return found
 
 
-def _import_module(name: str, reference: str) -> Any:
+def _nearest(name: str, module: Any) -> str:
+    """The function of the module whose name is most like this one, for a message; nothing if it has none."""
+    known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f": the nearest is {near[0]!r}" if near else ", and no function at all"
+
+
+def _leave_out_py(module_name: str, function: str) -> str:
+    """What to write instead of the path of a file, for a message."""
+    if not module_name.endswith(".py"):
+        return ""
+    path = Path(module_name).with_suffix("")
+    module = ".".join(path.parts) if all(part.isidentifier() for part in path.parts) else path.name
+    return f"; leave out .py: {f'{module}:{function}'!r}"
+
+
+def _import_module(name: str, function: str, reference: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, and one that it imports is not: its own traceback says more
-        raise SubjectError(reference=reference, problem=f"there is no module {error.name!r}") from error
+        problem = f"there is no module {error.name!r}{_leave_out_py(name, function)}"
+        raise SubjectError(reference=reference, problem=problem) from error
 
 
 def _needed_arguments(function: Callable[..., Any]) -> str:

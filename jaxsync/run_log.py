@@ -95,8 +95,8 @@ class RunLog:
         """
         path = Path(directory)
         is_there = (path / HEADER_FILE).exists()
-        if is_there and not resume:
-            raise RunWriteError(directory=str(path), reason="there is a run in it")
+        if not resume:
+            check_no_run(path)
         table = {**_header_table(header), **(_kept(path) if is_there else {})}
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -173,6 +173,18 @@ class RunLog:
             raise RunWriteError(directory=str(self._directory), reason="its log is closed")
 
 
+def check_no_run(directory: str | os.PathLike[str]) -> None:
+    """Refuses a directory that has a run in it: what `RunLog.open` does, before there is anything to write.
+
+    Raises:
+        RunWriteError: There is a run in it.
+
+    >>> check_no_run("no/such/directory")
+    """
+    if (Path(directory) / HEADER_FILE).exists():
+        raise RunWriteError(directory=str(directory), reason="there is a run in it")
+
+
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
     try:
@@ -217,7 +229,7 @@ def read_run(directory: str | os.PathLike[str]) -> RunView:
             spans=_read_spans(path, table, steps),
             summary=None if table["summary"] is None else dict(table["summary"]),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         reason = f"{HEADER_FILE} is damaged: {type(error).__name__}: {error}"
         raise RunReadError(directory=str(path), reason=reason, found=_found(path)) from error
 
@@ -273,14 +285,14 @@ def _found(path: Path) -> tuple[str, ...]:
 
 def _read_header(path: Path) -> dict[str, Any]:
     try:
-        content = (path / HEADER_FILE).read_text(encoding="utf-8")
+        content = (path / HEADER_FILE).read_bytes()
     except OSError as error:
         reason = f"{HEADER_FILE} cannot be read: {_reason(error)}"
         raise RunReadError(directory=str(path), reason=reason, found=_found(path)) from error
     try:
         table = json.loads(content)
         version = table["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"{HEADER_FILE} is damaged: it is no JSON object with a format"
         raise RunReadError(directory=str(path), reason=reason, found=_found(path)) from error
     if version != _FORMAT:
@@ -300,7 +312,7 @@ def _read_steps(path: Path, directory: Path) -> tuple[StepRecord, ...]:
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is not finished
         try:
             record = _read_step(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             reason = f"{STEPS_FILE} is damaged in line {number}"
             raise RunReadError(directory=str(directory), reason=reason) from error
         while records and records[-1].step >= record.step:  # a resumed run did them again

@@ -100,7 +100,7 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixt
     assert main(["train", DIGITS, "--dry-run", "--set", "train.steps=1000000000"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == "SyncPlan over mesh (data=8), mean over ('data',)"
-    assert "6 leaves (0 pass through), 2 buckets, 1 all-reduces, 198.5 KiB a step and device" in out
+    assert "6 leaves (0 pass through), 2 buckets, 1 all-reduce, 198.5 KiB a step and device" in out
     assert err == ""
 
 
@@ -172,8 +172,36 @@ def test_a_file_that_is_no_toml_is_named_with_the_place(
     file.write_text("workload = \n")
     assert main(["train", str(file)]) == 2
     err = capsys.readouterr().err
-    assert f"The configuration in {file} is not valid." in err
+    assert f"Not a valid configuration: {file}." in err
     assert "(at line 1, column 12)" in err
+    assert "correct the file at that place" in err
+
+
+def test_a_file_that_is_not_there_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits.toml"]) == 2
+    fix = capsys.readouterr().err.partition("To fix it: ")[2]
+    assert fix == (
+        "give the path of a TOML file that is there and can be read; "
+        f"digits.toml was looked for in the current folder, {tmp_path}.\n"
+    )
+    assert main(["train", str(tmp_path / "digits.toml")]) == 2
+    assert "current folder" not in capsys.readouterr().err
+
+
+def test_a_directory_with_a_run_is_refused_before_anything_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    args = [DIGITS, "--set", "train.steps=1000000000", "--run-dir", str(tmp_path)]
+    assert main(["train", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"jaxsync: The run cannot be written to {tmp_path}: there is a run in it.\n")
+    assert "--run-dir DIR" in err
+    assert "--resume" in err
 
 
 def test_an_error_in_a_process_of_its_own_has_no_traceback() -> None:
@@ -187,7 +215,7 @@ def test_an_error_in_a_process_of_its_own_has_no_traceback() -> None:
     ("module", "package", "feature"),
     [
         ("optax", "optax", "jaxsync train"),
-        ("rich", "rich", "The progress bar"),
+        ("rich", "rich", "The progress bar of jaxsync train"),
         ("sklearn", "scikit-learn", "The digits workload"),
     ],
 )
@@ -455,7 +483,7 @@ def test_the_report_of_tune_says_that_the_default_is_best() -> None:
     ("args", "parts"),
     [
         (["no-such.toml"], ["no-such.toml", "cannot be read: No such file or directory"]),
-        ([DIGITS, "--repeats", "3"], ["in --repeats", "repeats = 3: wanted 10 or more"]),
+        ([DIGITS, "--repeats", "3"], ["configuration: --repeats.", "repeats = 3: wanted 10 or more"]),
         ([DIGITS, "--set", "train.stesp=3"], ["unknown key 'train.stesp': the nearest is 'train.steps'"]),
         (
             [DIGITS, "--set", "tune.module=a:b"],

@@ -114,6 +114,18 @@ def test_a_larger_pool_of_the_users_stays(run_python) -> None:
     assert run_python(code, PJRT_NPROC="99").stdout == "99\n"
 
 
+def test_a_platform_of_the_configuration_is_named_as_such(run_python) -> None:
+    code = """
+        import jax
+        from jaxsync.devices import platform_causes
+        for platform in ("", "cpu", "tpu"):
+            jax.config.update("jax_platforms", platform)
+            print(*platform_causes())
+    """
+    found = run_python(code, JAX_PLATFORMS="").stdout
+    assert found == "\n\njax.config.jax_platforms is 'tpu': unset it, or make it 'cpu'\n"
+
+
 @pytest.mark.parametrize("n", [0, -1, True, 2.0, "8"])
 def test_what_is_no_count_is_refused(n: object) -> None:
     with pytest.raises(ValueError, match="wanted a number of devices, 1 or more"):

@@ -14,9 +14,30 @@ EXAMPLES = [
     (
         errors.ConfigError(source="a.toml", problems=("unknown key 'axes': the nearest is 'axis'",)),
         ValueError,
-        "The configuration in a.toml is not valid.\n"
+        "Not a valid configuration: a.toml.\n"
         "  - unknown key 'axes': the nearest is 'axis'\n"
-        "To fix it: correct the keys above; `jaxsync.SyncConfig` documents every key of the sync table.",
+        "To fix it: correct what is listed above. `jaxsync.SyncConfig` documents the keys of the sync table; "
+        "configs/digits.toml in the repository of jaxsync shows all keys of a job.",
+    ),
+    (
+        errors.ConfigError(
+            source="a.toml",
+            problems=("cannot be read: No such file or directory",),
+            kind="file",
+            folder="/jobs",
+        ),
+        ValueError,
+        "Not a valid configuration: a.toml.\n"
+        "  - cannot be read: No such file or directory\n"
+        "To fix it: give the path of a TOML file that is there and can be read; a.toml was looked for in the "
+        "current folder, /jobs.",
+    ),
+    (
+        errors.ConfigError(source="a.toml", problems=("cannot be read: Invalid value",), kind="toml"),
+        ValueError,
+        "Not a valid configuration: a.toml.\n"
+        "  - cannot be read: Invalid value\n"
+        "To fix it: correct the file at that place: it has to be TOML in UTF-8.",
     ),
     (
         errors.ArgumentError(
@@ -49,6 +70,20 @@ EXAMPLES = [
         "The mesh needs 8 devices; JAX has 1 (platform cpu).\n"
         "To fix it: make a smaller mesh, or simulate the devices: jaxsync.simulate_devices(8) before the "
         "first use of JAX.",
+    ),
+    (
+        errors.DeviceCountError(
+            asked=8,
+            found=0,
+            platform="no platform",
+            problem="a platform that is asked for is not there",
+            causes=("JAX_PLATFORMS is 'cuda': unset it, or make it 'cpu'",),
+        ),
+        RuntimeError,
+        "The mesh needs 8 devices; JAX cannot start: a platform that is asked for is not there.\n"
+        "  - JAX_PLATFORMS is 'cuda': unset it, or make it 'cpu'\n"
+        "To fix it: choose a platform that is there, before the first use of JAX; an accelerator needs JAX's "
+        "plugin for it. For simulated devices: JAX_PLATFORMS=cpu, and jaxsync.simulate_devices(8).",
     ),
     (
         errors.MeshError(
@@ -319,12 +354,24 @@ EXAMPLES = [
         "To fix it: start children with multiprocessing.get_context('spawn'), and make the client there.",
     ),
     (
-        errors.LaunchError(
-            command=("pyhton", "train.py"), process=0, reason="No such file or directory"
-        ),
+        errors.LaunchError(command=("pyhton", "train.py"), process=0, reason="No such file or directory"),
         OSError,
         "Process 0 could not be started: pyhton: No such file or directory.\n"
         "To fix it: give the program and its arguments after `--`, as a shell would find them from here: "
+        "`jaxsync launch -n 4 -- python train.py`.",
+    ),
+    (
+        errors.LaunchError(kind="run_dir", run_dir="runs/a/restart-0", reason="Permission denied"),
+        OSError,
+        "No process was started: nothing can be recorded in runs/a/restart-0: Permission denied.\n"
+        "To fix it: give --run-dir a directory that can be made and written to; or leave it out.",
+    ),
+    (
+        errors.LaunchError(kind="options", problems=("num_processes = 0: wanted 1 or more",)),
+        OSError,
+        "No process was started: options that cannot be meant.\n"
+        "  - num_processes = 0: wanted 1 or more\n"
+        "To fix it: correct what is listed above; `jaxsync launch --help` says what each option is: "
         "`jaxsync launch -n 4 -- python train.py`.",
     ),
     (
@@ -348,6 +395,17 @@ EXAMPLES = [
         "To fix it: see in their logs whether they were started, ended early or take another way through the "
         "program: all processes must run the same calls in the same order. If they are only slow, raise the "
         "timeout: jaxsync.initialize(timeout_s=...).",
+    ),
+    (
+        errors.AbsentProcessError(
+            waited_for="the agreement on the training step", missing=(1,), num_processes=2, timeout_s=20.0
+        ),
+        TimeoutError,
+        "1 of 2 processes did not come to the agreement on the training step within 20 s.\n"
+        "  - process 1 is missing\n"
+        "To fix it: see in their logs whether they were started, ended early or take another way through the "
+        "program: all processes must run the same calls in the same order. If they are only slow, raise the "
+        "timeout: jaxsync.initialize(collective_timeout_s=...).",
     ),
     (
         errors.PeerLostError(seen="its connection broke"),
@@ -422,7 +480,10 @@ EXAMPLES = [
         "1 of 3 values differs from what one device computes.\n"
         "  - grads['w']: ratio 4 = the number of devices (data=4): reduced twice\n"
         "To fix it: reduce every gradient once, over the axes that carry the batch and no other: "
-        "jaxsync.value_and_grad(loss_fn, plan) does. See that loss_fn, on one device, is the loss of the "
+        "jaxsync.value_and_grad(loss_fn, plan) does. A ratio that is a number of devices comes most often "
+        "from jax.grad with respect to replicated parameters under jax.shard_map: it sums over the devices "
+        "itself, and pmean of that sum changes nothing. There make the parameters varying before jax.grad: "
+        "jax.lax.pcast(params, axis, to='varying'). See that loss_fn, on one device, is the loss of the "
         "whole batch; if all is right but the rounding, pass rtol=.",
     ),
     (
@@ -470,6 +531,16 @@ EXAMPLES = [
         "To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = 16 in pytest's configuration.",
     ),
     (
+        errors.TooFewDevicesError(
+            subject="sync_mesh", found=1, wanted=2, allow="mark the test with mesh(data=1)"
+        ),
+        AssertionError,
+        "sync_mesh is on 1 device; wanted 2 or more, and one device shows nothing: no reduction can be wrong "
+        "there.\n"
+        "To fix it: run pytest --jaxsync-devices=8, or set jaxsync_devices = 8 in pytest's configuration, "
+        "and use all devices; or, if so few are meant, mark the test with mesh(data=1).",
+    ),
+    (
         errors.FaultMissedError(faults=("Drop of sync by device 1 in step 3",)),
         AssertionError,
         "1 injected fault never struck.\n"
@@ -494,8 +565,9 @@ EXAMPLES = [
         errors.RunWriteError(directory="/runs/a", reason="there is a run in it"),
         OSError,
         "The run cannot be written to /runs/a: there is a run in it.\n"
-        "To fix it: give each run a directory of its own that can be written to and has room; to go on with "
-        "the run that is there: RunLog.open(directory, header, resume=True).",
+        "To fix it: give each run a directory of its own that can be written to and has room (--run-dir "
+        "DIR). To go on with the run that is there: `jaxsync train` with its --checkpoints DIR and --resume, "
+        "or in a program of your own RunLog.open(directory, header, resume=True).",
     ),
     (
         errors.ReportWriteError(file="a/run.html", reason="No such file or directory"),

@@ -40,6 +40,30 @@ def test_a_device_stands_once() -> None:
         make_mesh({"data": 2}, devices=jax.devices()[:1] * 2)
 
 
+@pytest.mark.parametrize(
+    ("platform", "problem"),
+    [
+        ("cuda", "a platform that is asked for is not there"),
+        ("no_such_platform", "Unable to initialize backend 'no_such_platform'"),
+    ],
+)
+def test_a_platform_that_cannot_start_is_named(run_python, platform: str, problem: str) -> None:
+    code = """
+        import jaxsync
+        jaxsync.simulate_devices(8)
+        try:
+            jaxsync.make_mesh({"data": 8})
+        except jaxsync.errors.DeviceCountError as error:
+            print(error.asked, error.found, error.__cause__ is not None)
+            print(error)
+    """
+    facts, what, *places, fix = run_python(code, JAX_PLATFORMS=platform).stdout.splitlines()
+    assert facts == "8 0 True"
+    assert what.startswith(f"The mesh needs 8 devices; JAX cannot start: {problem}")
+    assert places == [f"  - JAX_PLATFORMS is {platform!r}: unset it, or make it 'cpu'"]
+    assert fix.endswith("For simulated devices: JAX_PLATFORMS=cpu, and jaxsync.simulate_devices(8).")
+
+
 def test_too_few_devices_are_counted() -> None:
     with pytest.raises(DeviceCountError) as caught:
         make_mesh({"data": 8, "model": 2})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_links_between_notebooks_lead_somewhere() -> None:
         text = (ROOT / "notebooks" / f"{name}.py").read_text()
         for target in re.findall(r"\]\((?!\w+:)([^)#]*)", text):
             assert (ROOT / "notebooks" / target).exists(), f"{name}: {target}"
+
+
+def test_a_name_that_no_notebook_has_is_answered_with_those_there_are() -> None:
+    command = [str(ROOT / "scripts" / "notebook"), "09"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == ["No notebook begins with 09. There are:", *(f"  {n}" for n in NAMES)]
 
 
 def cells(*sources: str) -> NotebookNode:

@@ -54,7 +54,7 @@ def test_printing_a_plan_shows_buckets_bytes_and_totals() -> None:
         "------  ------  ----  -------------------  --------  -----  ----------",
         "     0       1  data  bfloat16 as float32         3   12 B  ['b']",
         "     1       1  data  float32                    12   48 B  ['w']",
-        "3 leaves (1 pass through), 2 buckets, 1 all-reduces, 60 B a step and device",
+        "3 leaves (1 pass through), 2 buckets, 1 all-reduce, 60 B a step and device",
         f"fingerprint {plan.fingerprint[:16]}",
     ]
 

@@ -139,7 +139,7 @@ def test_marks_fixtures_and_leaks(pytester: pytest.Pytester) -> None:
         "The mark mesh(data=4, model=4) needs 16 devices; JAX has 8 (cpu).",
         "To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = 16 in pytest's configuration.",
         "ERROR test_marks_fixtures_and_leaks.py::test_too_few - *",
-        "UsageError: sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
+        "sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
         "The test left 1 thing behind.",
         "  - step 0, in which *0 has synced: *1 has not synced, nor handed over the gradients of [[]'w']",
         "  - thread 'device-3' still runs",
@@ -163,19 +163,126 @@ def test_too_late_is_refused_in_the_words_of_the_library(pytester: pytest.Pytest
     )
 
 
+@pytest.mark.parametrize("platform", ["no_such_platform", "cuda"])
 def test_another_platform_is_refused_before_a_test_runs(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, platform: str
 ) -> None:
-    monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
     pytester.makepyfile("def test_nothing(): raise SystemExit('never reached')")
     result = pytester.runpytest_subprocess("--jaxsync-devices=4", timeout=LIMIT_S)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         [
             "ERROR: Cannot simulate 4 CPU devices: JAX cannot start: *",
-            "  - JAX_PLATFORMS is 'no_such_platform': unset it, or make it 'cpu'",
+            f"  - JAX_PLATFORMS is '{platform}': unset it, or make it 'cpu'",
         ]
     )
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+
+
+def test_one_device_without_a_mark_fails(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_mesh(sync_mesh):
+            raise AssertionError("never reached")
+
+        def test_client(sync_client):
+            raise AssertionError("never reached")
+
+        @pytest.mark.mesh(data=1)
+        def test_one_is_meant(sync_mesh):
+            assert sync_mesh.shape == {"data": 1}
+        """
+    )
+    result = pytester.runpytest_subprocess(timeout=LIMIT_S)
+    result.assert_outcomes(passed=1, errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "sync_mesh is on 1 device; wanted 2 or more, and one device shows nothing: *",
+            "To fix it: run pytest --jaxsync-devices=8, or set *; or, if *, mark the test with mesh(data=1).",
+        ]
+    )
+
+
+FAILURES = """
+import jax, jax.numpy as jnp, numpy as np, pytest
+from jax.sharding import PartitionSpec as P
+import jaxsync
+from jaxsync import testing
+
+W, ROWS = {"w": np.float32(1)}, np.arange(4, dtype=np.float32)
+
+
+def loss_fn(params, x):
+    return (params["w"] * x).mean()
+
+
+def test_gradients(sync_mesh):
+    reduced = lambda params, x: jax.lax.pmean(jax.grad(loss_fn)(params, x), "data")
+    step = jax.shard_map(reduced, mesh=sync_mesh, in_specs=(P(), P("data")), out_specs=P())
+    testing.assert_matches_single_device(loss_fn, W, ROWS, step)
+
+
+def test_collectives():
+    testing.assert_collectives(lambda x: x, (ROWS,), all_reduce=1)
+
+
+def test_replicas(sync_mesh):
+    own = lambda: jax.lax.axis_index("data")
+    step = jax.shard_map(own, mesh=sync_mesh, in_specs=(), out_specs=P(), check_vma=False)
+    testing.assert_replicas_equal(jax.jit(step)())
+
+
+def test_recompile():
+    with testing.no_recompile():
+        jax.jit(lambda x: x + 3)(ROWS)
+
+
+def test_faults(sync_client):
+    with testing.inject_faults(sync_client, testing.Drop(device=0, step=0)):
+        pass
+
+
+def test_leaks(sync_mesh):
+    with testing.no_leaks(lambda: jaxsync.start(sync_mesh)):
+        kept = jnp.ones(3)
+
+
+def test_loss(sync_mesh):
+    testing.assert_matches_single_device(lambda params, x: {}["no such key"], W, ROWS, lambda params, x: W)
+
+
+@pytest.mark.mesh(4)
+def test_mark(sync_mesh):
+    raise AssertionError("never reached")
+"""
+
+
+def test_a_failure_shows_the_lines_of_the_test_and_none_of_the_library(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(FAILURES)
+    result = pytester.runpytest_subprocess("--jaxsync-devices=2", "--tb=long", timeout=LIMIT_S)
+    result.assert_outcomes(failed=7, errors=1)
+    output = result.stdout.str()
+    places = re.findall(r"^(\S+\.py):\d+: ", output, re.MULTILINE)
+    assert len(places) >= 7
+    assert not [place for place in places if re.search(r"jaxsync[/_]|contextlib", place)], places
+    for source in ("__tracebackhide__", "def assert_", "raise GradientMismatchError", "def make_test_mesh"):
+        assert source not in output
+    for line in (
+        "E * ratio 2 = the number of devices (data=2): reduced twice, or a sum where the mean is meant",
+        "E * and pmean of that sum changes nothing. *",
+        "E * all_reduce: has 0; wanted 1",
+        "E * The replicas of 1 array hold different values.",
+        "E * was compiled inside no_recompile().",
+        "E * 1 injected fault never struck.",
+        "E * The test left 1 thing behind.",
+        "E * KeyError: 'no such key'",
+        "sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
+    ):
+        result.stdout.fnmatch_lines(line)
 
 
 def test_every_worker_of_xdist_has_the_devices_and_the_checks(pytester: pytest.Pytester) -> None:

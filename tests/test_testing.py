@@ -35,6 +35,7 @@ from jaxsync.errors import (
     SyncFailedError,
     SyncTimeoutError,
     TicketTimeoutError,
+    TooFewDevicesError,
 )
 from jaxsync.testing.comparison import describe_difference
 
@@ -270,6 +271,42 @@ def test_a_loss_before_the_gradients_is_told_from_a_tree_of_two(params: Any, gra
         testing.assert_matches_single_device(loss, params, ROWS, step)
     else:
         assert findings(loss, params, ROWS, step) == {"loss": "ratio 0: nothing of it arrives"}
+
+
+def test_a_train_step_on_one_device_shows_nothing_unless_that_is_meant() -> None:
+    plan = jaxsync.make_plan(W, jaxsync.make_mesh({"data": 1}))
+    step = jaxsync.make_train_step(averaged, optax.sgd(0.1), plan)
+    with pytest.raises(TooFewDevicesError) as caught:
+        testing.assert_matches_single_device(averaged, W, ROWS, step)
+    assert (caught.value.subject, caught.value.found, caught.value.wanted) == ("the mesh of the step", 1, 2)
+    assert caught.value.allow == "pass min_devices=1"
+    testing.assert_matches_single_device(averaged, W, ROWS, step, min_devices=1)
+
+
+def test_a_function_that_never_reduces_does_not_pass_on_one_device() -> None:
+    step = mapped(jax.value_and_grad(averaged), mesh=jaxsync.make_mesh({"data": 1}), check_vma=False)
+    with pytest.raises(TooFewDevicesError, match="what step returned is on 1 device; wanted 2 or more"):
+        testing.assert_matches_single_device(averaged, W, ROWS, step)
+    testing.assert_matches_single_device(averaged, W, ROWS, step, min_devices=1)
+    wrong = lambda params, x: jax.tree.map(lambda g: 3 * g, step(params, x)[1])  # noqa: E731
+    assert findings(averaged, W, ROWS, wrong)["grads['w']"].startswith("ratio 3, in all elements alike")
+
+
+def test_more_devices_can_be_demanded() -> None:
+    pair = mapped(jaxsync.value_and_grad(averaged, jaxsync.make_plan(W, jaxsync.make_mesh({"data": 4}))))
+    testing.assert_matches_single_device(averaged, W, ROWS, pair, min_devices=4)
+    with pytest.raises(TooFewDevicesError, match="is on 4 devices; wanted 8 or more\\.\n"):
+        testing.assert_matches_single_device(averaged, W, ROWS, pair, min_devices=8)
+
+
+def test_a_block_can_decorate_a_function_which_can_be_called_again() -> None:
+    double = jax.jit(lambda x: 2 * x)
+    calls = [jax.device_put(ROWS), jax.device_put(ROWS), jax.device_put(ROWS[:5])]
+    double(calls[0])
+    call = testing.no_recompile()(double)
+    np.testing.assert_array_equal(call(calls[0]), call(calls[1]))
+    with pytest.raises(RecompiledError):
+        call(calls[2])
 
 
 def test_a_step_that_is_no_function_is_refused() -> None:

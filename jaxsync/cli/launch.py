@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -13,8 +12,10 @@ from typing import Any, TextIO
 
 from jaxsync.multiprocess.group import Sink
 from jaxsync.multiprocess.launch import LaunchConfig, launch
+from jaxsync.multiprocess.outlet import Outlet
 from jaxsync.multiprocess.postmortem import Run, format_run, runs_as_json
 
+_DRAIN_S = 1.0  # for output nobody reads, once the run was stopped: then what is left of it is dropped
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -72,53 +73,67 @@ def _launch(args: argparse.Namespace) -> int:
         port=args.port,
     )
 
-    def report(run: Run, is_restarted: bool) -> None:
-        if not args.json and run.exit_code:
-            print(f"jaxsync launch: {format_run(run)}", file=sys.stderr)
-        if is_restarted:
-            which = f"restart {run.restart + 1} of at most {config.max_restarts}"
-            print(f"jaxsync launch: {which}", file=sys.stderr)
-
-    sink = make_sink(sys.stderr if args.json else sys.stdout, sys.stderr, config.num_processes)
-    runs = launch(config, sink, report)
+    runs = _run(config, sys.stderr if args.json else sys.stdout, with_report=not args.json)
     if args.json:
         print(json.dumps(runs_as_json(runs)))
     return runs[-1].exit_code
 
 
-def make_sink(out: TextIO, err: TextIO, num_processes: int) -> Sink:
-    """What prints lines of processes, each after the process's number: stdout to `out`, stderr to `err`.
+def _run(config: LaunchConfig, stream: TextIO, *, with_report: bool) -> tuple[Run, ...]:
+    outlets = out, err = _open_outlets(stream, sys.stderr)
+
+    def report(run: Run, is_restarted: bool) -> None:
+        if with_report and run.exit_code:
+            err.write(_to_bytes(f"jaxsync launch: {format_run(run)}\n"))
+        if is_restarted:
+            which = f"restart {run.restart + 1} of at most {config.max_restarts}"
+            err.write(_to_bytes(f"jaxsync launch: {which}\n"))
+
+    # Afterwards, signals have their usual effect again: they end a wait for who reads the output.
+    drain_s: float | None = _DRAIN_S
+    try:
+        prefixes = [make_prefixes(file, config.num_processes) for file in (stream, sys.stderr)]
+        runs = launch(config, make_sink(outlets, prefixes), report, outlets=tuple(dict.fromkeys(outlets)))
+        drain_s = None if runs[-1].stopped_by is None else _DRAIN_S
+    finally:
+        for outlet in dict.fromkeys((err, out)):
+            outlet.close(timeout_s=drain_s)
+    return runs
+
+
+def make_sink(outlets: Sequence[Outlet], prefixes: Sequence[Sequence[bytes]]) -> Sink:
+    """What prints lines of processes, each after the prefix of the process.
 
     The bytes of a line are written as they are, and all lines of a call at once.
+
+    Args:
+        outlets: For stdout and for stderr of the processes.
+        prefixes: Likewise, one for each process.
     """
-    streams = [
-        (_to_bytes(stream), [_prefix(stream, process) for process in range(num_processes)])
-        for stream in (out, err)
-    ]
 
     def write(process: int, is_error: bool, lines: Sequence[bytes]) -> None:
-        stream, prefixes = streams[is_error]
-        try:
-            stream.write(b"".join(prefixes[process] + line + b"\n" for line in lines))
-            stream.flush()
-        except BrokenPipeError:
-            _discard(stream)
-            raise
+        prefix = prefixes[is_error][process]
+        outlets[is_error].write(b"".join(prefix + line + b"\n" for line in lines))
 
     return write
 
 
-def _to_bytes(stream: TextIO) -> Any:
-    stream.flush()  # what was printed before comes before
-    return stream.buffer
+def _open_outlets(out: TextIO, err: TextIO) -> tuple[Outlet, Outlet]:
+    """One for both, if they lead to one file, where lines must not be mixed."""
+    for stream in (out, err):
+        stream.flush()  # what was printed before comes before
+    first = Outlet(out.fileno())
+    is_same = os.path.samestat(os.fstat(out.fileno()), os.fstat(err.fileno()))
+    return first, first if is_same else Outlet(err.fileno())
 
 
-def _discard(stream: Any) -> None:
-    """What is left in the stream's buffer goes nowhere: Python would try again, and complain, at its exit."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+def _to_bytes(text: str) -> bytes:
+    return text.encode(sys.stderr.encoding or "utf-8", "backslashreplace")
+
+
+def make_prefixes(stream: TextIO, num_processes: int) -> list[bytes]:
+    """What comes before each line of each process on this stream."""
+    return [_prefix(stream, process) for process in range(num_processes)]
 
 
 def _prefix(stream: TextIO, process: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,4 @@ def _write(name: str, content: str) -> None:
         Path(name).write_text(content, encoding="utf-8")
     except OSError as error:
         raise ReportWriteError(file=name, reason=error.strerror or str(error)) from error
+    print(f"jaxsync report: wrote {name}", file=sys.stderr)

@@ -124,8 +124,9 @@ def _own_stdout() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress_bar(config: JobConfig, start: int) -> Iterator[Callable[[Progress], None]]:
     """A bar on stderr, and what moves it."""
-    console = import_extra("rich.console", package="rich", feature="The progress bar").Console(stderr=True)
-    bars = import_extra("rich.progress", package="rich", feature="The progress bar")
+    feature = "The progress bar of jaxsync train"
+    console = import_extra("rich.console", package="rich", feature=feature).Console(stderr=True)
+    bars = import_extra("rich.progress", package="rich", feature=feature)
     columns = [
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),

@@ -66,8 +66,9 @@ def _ignore(progress: TuneProgress) -> None:
 @contextlib.contextmanager
 def _tune_bar() -> Iterator[OnProgress]:
     """A bar on stderr, and what moves it."""
-    console = import_extra("rich.console", package="rich", feature="The progress bar").Console(stderr=True)
-    bars = import_extra("rich.progress", package="rich", feature="The progress bar")
+    feature = "The progress bar of jaxsync tune"
+    console = import_extra("rich.console", package="rich", feature=feature).Console(stderr=True)
+    bars = import_extra("rich.progress", package="rich", feature=feature)
     columns = [
         bars.BarColumn(),
         bars.MofNCompleteColumn(),

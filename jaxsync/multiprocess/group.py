@@ -17,6 +17,7 @@ from typing import IO
 
 from jaxsync.errors import LaunchError
 from jaxsync.multiprocess.guardian import Guardian
+from jaxsync.multiprocess.outlet import Outlet
 from jaxsync.multiprocess.postmortem import Ending, Run
 
 # Whole lines of one process: its number, whether they are of stderr, the lines without their ends.
@@ -134,7 +135,10 @@ class Group:
     Args:
         command: The program and its arguments.
         environments: One for each process.
-        sink: Told each chunk of whole lines. It may raise BrokenPipeError, which ends the run.
+        sink: Told each chunk of whole lines. It may raise BrokenPipeError, which ends the run. It must not
+            block: nothing else happens until it returns.
+        outlets: What the sink writes to. While one is full, processes are not read, and so are held back when
+            they write; unless they are being ended.
         signals: Open.
         guardian: Open.
         grace_s: How long the processes have to end, once one has failed or the run is stopped.
@@ -146,6 +150,7 @@ class Group:
         environments: Sequence[Mapping[str, str]],
         *,
         sink: Sink,
+        outlets: Sequence[Outlet] = (),
         signals: SignalPipe,
         guardian: Guardian,
         grace_s: float,
@@ -153,11 +158,14 @@ class Group:
         self._command = command
         self._environments = environments
         self._sink = sink
+        self._outlets = outlets
         self._signals = signals
         self._guardian = guardian
         self._grace_s = grace_s
         self._children: list[_Child] = []
         self._order: list[_Child] = []  # as they ended
+        self._streams: list[_Stream] = []  # that are open
+        self._is_held = False  # whether none of them is in the selector
         self._due: deque[tuple[float, signal.Signals]] = deque()  # when to send what
         self._is_failing = False
         self._stopped_by: int | None = None
@@ -174,6 +182,8 @@ class Group:
         self._start_s = time.monotonic()
         with selectors.DefaultSelector() as self._selector:
             self._selector.register(self._signals, selectors.EVENT_READ)
+            for outlet in self._outlets:
+                self._selector.register(outlet, selectors.EVENT_READ, outlet)
             try:
                 for process, environment in enumerate(self._environments):
                     self._spawn(process, environment)
@@ -211,18 +221,44 @@ class Group:
         for file, is_error in ((popen.stdout, False), (popen.stderr, True)):
             if file is not None:
                 stream = _Stream(child=child, is_error=is_error, lines=Lines(), file=file)
-                self._selector.register(file, selectors.EVENT_READ, stream)
+                self._streams.append(stream)
+                if not self._is_held:
+                    self._selector.register(file, selectors.EVENT_READ, stream)
 
     def _wait(self, until_s: float | None) -> None:
         """Reads what there is to read; returns at `until_s` if there is nothing."""
+        self._hold_or_go_on()
         timeout = None if until_s is None else max(0.0, until_s - time.monotonic())
         for key, _ in self._selector.select(timeout):
             if isinstance(key.data, _Stream):
-                self._read(key.data)
+                self._hold_or_go_on()  # what was read just before may have filled an outlet
+                if not self._is_held:
+                    self._read(key.data)
+            elif isinstance(key.data, Outlet):
+                self._check(key.data)
             else:
                 for number in self._signals.read():
                     if number in _STOPPED:
                         self._stop(number)
+
+    def _hold_or_go_on(self) -> None:
+        """Reads the processes only as fast as somebody reads the outlets; all the time once they are ended."""
+        is_ending = self._is_failing or self._stopped_by is not None
+        is_held = not is_ending and any(outlet.is_full for outlet in self._outlets)
+        if is_held == self._is_held:
+            return
+        self._is_held = is_held
+        for stream in self._streams:
+            if is_held:
+                self._selector.unregister(stream.file)
+            else:
+                self._selector.register(stream.file, selectors.EVENT_READ, stream)
+
+    def _check(self, outlet: Outlet) -> None:
+        try:
+            outlet.check()
+        except BrokenPipeError:
+            self._lose_reader()
 
     def _read(self, stream: _Stream) -> None:
         if chunk := os.read(stream.file.fileno(), _CHUNK_BYTES):
@@ -231,7 +267,9 @@ class Group:
             self._close(stream)
 
     def _close(self, stream: _Stream) -> None:
-        self._selector.unregister(stream.file)
+        self._streams.remove(stream)
+        if not self._is_held:
+            self._selector.unregister(stream.file)
         stream.file.close()
         self._deliver(stream, stream.lines.finish())
 
@@ -241,9 +279,14 @@ class Group:
         if lines:
             try:
                 self._sink(stream.child.process, stream.is_error, lines)
-            except BrokenPipeError:  # nobody reads our output any more
-                self._sink = _to_nobody
-                self._stop(signal.SIGPIPE)
+            except BrokenPipeError:
+                self._lose_reader()
+
+    def _lose_reader(self) -> None:
+        """Nobody reads our output any more."""
+        if self._sink is not _to_nobody:  # once: being told twice to stop would be at once
+            self._sink = _to_nobody
+            self._stop(signal.SIGPIPE)
 
     def _note_ends(self) -> None:
         for child in self._children:
@@ -284,11 +327,13 @@ class Group:
         for child in self._children:
             _send(child, signal.SIGKILL)
         until_s = time.monotonic() + _DRAIN_S
-        while len(self._selector.get_map()) > 1 and time.monotonic() < until_s:
+        while self._streams and time.monotonic() < until_s:
             self._wait(until_s)
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Stream):
-                self._close(key.data)
+            while self._is_held:  # for as long as it takes, or until the launcher is stopped
+                self._wait(None)
+                until_s = time.monotonic() + _DRAIN_S
+        for stream in list(self._streams):
+            self._close(stream)
         for child in self._children:
             child.popen.wait()
             self._guardian.release(child.popen.pid)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxsync.errors import ConfigError
+from jaxsync.errors import LaunchError
 from jaxsync.host.recorder import RUN_DIR, read_events
 from jaxsync.multiprocess.group import Group, SignalPipe, Sink
 from jaxsync.multiprocess.guardian import Guardian
+from jaxsync.multiprocess.outlet import Outlet
 from jaxsync.multiprocess.postmortem import Run, should_restart
+from jaxsync.multiprocess.rollcall import JOB
 
 RESTART = "JAXSYNC_RESTART"  # in a process's environment: 0 in the first run, k in the k-th restart
 _HOST = "127.0.0.1"
@@ -36,7 +39,7 @@ class LaunchConfig:
         port: Of the coordinator; None takes a free one for each run.
 
     Raises:
-        ConfigError: Names each value that cannot be meant.
+        LaunchError: Names each value that cannot be meant.
 
     >>> LaunchConfig(command=("python", "train.py"), num_processes=4).grace_s
     5.0
@@ -69,10 +72,16 @@ class LaunchConfig:
             if not is_right
         )
         if problems:
-            raise ConfigError(source="LaunchConfig(...)", problems=problems)
+            raise LaunchError(kind="options", problems=problems)
 
 
-def launch(config: LaunchConfig, sink: Sink, on_end: Callable[[Run, bool], None]) -> tuple[Run, ...]:
+def launch(
+    config: LaunchConfig,
+    sink: Sink,
+    on_end: Callable[[Run, bool], None],
+    *,
+    outlets: Sequence[Outlet] = (),
+) -> tuple[Run, ...]:
     """Runs the command in all processes until they have ended, and again after a failure if asked to.
 
     SIGINT, SIGTERM and SIGHUP to this process end the others within the grace time; a second one ends them
@@ -83,13 +92,14 @@ def launch(config: LaunchConfig, sink: Sink, on_end: Callable[[Run, bool], None]
     Args:
         config: What to start.
         sink: Told their output: see `Group`.
-        on_end: Told each run when it has ended, and whether all are started again.
+        on_end: Told each run when it has ended, and whether all are started again. It must not block.
+        outlets: What the sink writes to: see `Group`.
 
     Returns:
         The runs, the last of which is the one that counts.
 
     Raises:
-        LaunchError: The command cannot be started.
+        LaunchError: The command cannot be started, or the run directory cannot be written to.
     """
     runs: list[Run] = []
     with SignalPipe() as signals, Guardian() as guardian, _base_dir(config) as base:
@@ -99,9 +109,15 @@ def launch(config: LaunchConfig, sink: Sink, on_end: Callable[[Run, bool], None]
             group = Group(
                 config.command,
                 make_environments(
-                    os.environ, config, port=config.port or _free_port(), restart=restart, run_dir=run_dir
+                    os.environ,
+                    config,
+                    port=config.port or _free_port(),
+                    restart=restart,
+                    run_dir=run_dir,
+                    job=secrets.token_hex(8),
                 ),
                 sink=sink,
+                outlets=outlets,
                 signals=signals,
                 guardian=guardian,
                 grace_s=config.grace_s,
@@ -113,7 +129,7 @@ def launch(config: LaunchConfig, sink: Sink, on_end: Callable[[Run, bool], None]
 
 
 def make_environments(
-    base: Mapping[str, str], config: LaunchConfig, *, port: int, restart: int, run_dir: str
+    base: Mapping[str, str], config: LaunchConfig, *, port: int, restart: int, run_dir: str, job: str
 ) -> list[dict[str, str]]:
     """The environment of each process: `base`, and what tells it which of how many it is.
 
@@ -123,9 +139,10 @@ def make_environments(
         port: Of the coordinator, which is in process 0.
         restart: Which restart this is; 0 for none.
         run_dir: Where events go.
+        job: Tells these processes from those of others that are given the same port.
 
     >>> config = LaunchConfig(command=("train",), num_processes=2, devices_per_process=4)
-    >>> _, last = make_environments({}, config, port=1234, restart=0, run_dir="/run")
+    >>> _, last = make_environments({}, config, port=1234, restart=0, run_dir="/run", job="a")
     >>> last["JAX_COORDINATOR_ADDRESS"], last["JAX_NUM_PROCESSES"], last["JAX_PROCESS_ID"]
     ('127.0.0.1:1234', '2', '1')
     >>> last["JAX_PLATFORMS"], last["JAX_NUM_CPU_DEVICES"], last["PJRT_NPROC"]
@@ -138,6 +155,7 @@ def make_environments(
         "JAX_COORDINATOR_BIND_ADDRESS": f"{_HOST}:{port}",  # JAX's own default is every interface
         "JAX_NUM_PROCESSES": str(config.num_processes),
         RESTART: str(restart),
+        JOB: job,
         RUN_DIR: run_dir,
     }
     if config.devices_per_process is not None:
@@ -169,9 +187,15 @@ def _base_dir(config: LaunchConfig) -> Iterator[str]:
 
 def _make_run_dir(base: str, restart: int) -> str:
     run_dir = Path(base, f"restart-{restart}")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for old in run_dir.glob("events-*"):  # of an earlier launch with this directory
-        old.unlink()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for old in run_dir.glob("events-*"):  # of an earlier launch with this directory
+            old.unlink()
+        with tempfile.TemporaryFile(dir=run_dir):  # the processes cannot say so if they cannot write
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LaunchError(kind="run_dir", run_dir=str(run_dir), reason=reason) from error
     return str(run_dir)
 
 

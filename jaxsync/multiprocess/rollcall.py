@@ -20,6 +20,7 @@ from jaxsync.errors import AbsentProcessError, DisagreementError, Initialization
 from jaxsync.multiprocess.differences import Facts, find_differences
 from jaxsync.versions import library_versions
 
+JOB = "JAXSYNC_JOB"  # in the environment: what tells the processes of a job from those of another
 _MAX_LINE = 4096
 _GRACE_S = 5.0  # after its own timeout a process still waits so long for the verdict of process 0
 _RETRY_S = 0.02
@@ -44,7 +45,9 @@ def versions() -> dict[str, str]:
     return {name: found[name] for name in ("jax", "jaxlib", "jaxsync")}
 
 
-def call_roll(address: str, bind_address: str, num_processes: int, process: int, *, timeout_s: float) -> None:
+def call_roll(
+    address: str, bind_address: str, num_processes: int, process: int, *, timeout_s: float, job: str = ""
+) -> None:
     """Returns when all processes are there and agree on their number and versions.
 
     Args:
@@ -53,18 +56,23 @@ def call_roll(address: str, bind_address: str, num_processes: int, process: int,
         num_processes: How many there are.
         process: Which of them this is.
         timeout_s: How long to wait for the others.
+        job: The same in all processes of this job; those that have another are sent away.
 
     Raises:
         AbsentProcessError: Names those that did not come.
         DisagreementError: Names in what they differ.
-        InitializationError: The address cannot be listened on.
+        InitializationError: The address cannot be listened on, or another job listens there.
     """
     facts = {"num_processes": str(num_processes), **versions()}
     deadline = time.monotonic() + timeout_s
     if process == 0:
-        verdict = _hear(bind_address, num_processes, facts, deadline)
+        verdict = _hear(bind_address, num_processes, facts, deadline, job)
     else:
-        verdict = _report(address, process, facts, deadline)
+        verdict = _report(address, process, facts, deadline, job)
+    if verdict.get("is_other_job"):
+        problem = "each job needs a port of its own; without --port, jaxsync launch takes one that is free"
+        reason = f"process 0 of another job listens at {address}"
+        raise InitializationError(reason=reason, problems=(problem,))
     if verdict.get("differences"):
         raise DisagreementError(subject="how to start", differences=tuple(verdict["differences"]))
     if verdict.get("missing"):
@@ -103,10 +111,11 @@ class _Desk:
         twice: Processes that came twice.
     """
 
-    def __init__(self, server: socket.socket, facts: Facts) -> None:
+    def __init__(self, server: socket.socket, facts: Facts, job: str) -> None:
         self.said: dict[int, Facts] = {0: facts}
         self.twice: tuple[int, ...] = ()
         self._server = server
+        self._job = job
         self._heard: dict[socket.socket, bytes] = {}  # what an open connection has said so far
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -129,14 +138,15 @@ class _Desk:
             if piece and not piece.endswith(b"\n") and len(self._heard[connection]) < _MAX_LINE:
                 return  # there is more to come
         self._selector.unregister(connection)
-        try:
-            report = json.loads(self._heard[connection])
-            process, facts, kind = int(report["process"]), dict(report["facts"]), report["kind"]
-        except (ValueError, TypeError, KeyError):
-            kind = None
-        if kind != _KIND:  # somebody else's: a port scan, or a client of an earlier job
+        found = parse_report(self._heard[connection])
+        if found is None:  # somebody else's: a port scan, or a client of an earlier job
             del self._heard[connection]
             connection.close()
+            return
+        process, facts, job = found
+        if job != self._job:
+            del self._heard[connection]
+            _tell(connection, {"is_other_job": True})
         elif process in self.said:
             self.twice += (process,)
         else:
@@ -146,14 +156,39 @@ class _Desk:
         """Tells it to all who came, and closes."""
         self._selector.close()
         for connection in self._heard:
-            with connection, contextlib.suppress(OSError):  # if it is gone, who waits for it will see
-                connection.settimeout(_GRACE_S)
-                connection.sendall(json.dumps(verdict).encode())
+            _tell(connection, verdict)
 
 
-def _hear(bind_address: str, num_processes: int, facts: Facts, deadline: float) -> Any:
+def _tell(connection: socket.socket, verdict: Any) -> None:
+    """Tells it, and closes."""
+    with connection, contextlib.suppress(OSError):  # if it is gone, who waits for it will see
+        connection.settimeout(_GRACE_S)
+        connection.sendall(json.dumps(verdict).encode())
+
+
+def parse_report(line: bytes) -> tuple[int, Facts, str] | None:
+    """Process, facts and job of a report; None if it is none.
+
+    >>> parse_report(b'{"kind": "jaxsync roll call", "process": 1, "facts": {"num_processes": "2"}}')
+    (1, {'num_processes': '2'}, '')
+    >>> parse_report(b"GET / HTTP/1.1")
+    """
+    try:
+        report = json.loads(line)
+        if report["kind"] != _KIND:
+            return None
+        process, facts, job = report["process"], dict(report["facts"]), report.get("job", "")
+        # By its own count: one that has another is no stranger, but differs, and all are to hear of it.
+        is_one = type(process) is int and 0 < process < int(facts["num_processes"])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    is_text = all(isinstance(text, str) for text in (*facts.values(), job))
+    return (process, facts, job) if is_one and is_text else None
+
+
+def _hear(bind_address: str, num_processes: int, facts: Facts, deadline: float, job: str) -> Any:
     with _listen(bind_address) as server:
-        desk, verdict = _Desk(server, facts), None
+        desk, verdict = _Desk(server, facts, job), None
         while verdict is None:
             left = deadline - time.monotonic()
             desk.hear(max(0.0, left))
@@ -175,8 +210,8 @@ def _listen(bind_address: str) -> socket.socket:
     return server
 
 
-def _report(address: str, process: int, facts: Facts, deadline: float) -> Any:
-    report = json.dumps({"kind": _KIND, "process": process, "facts": facts}).encode() + b"\n"
+def _report(address: str, process: int, facts: Facts, deadline: float, job: str) -> Any:
+    report = json.dumps({"kind": _KIND, "process": process, "facts": facts, "job": job}).encode() + b"\n"
     connection = _connect(address, deadline)
     if connection is None:
         return {"missing": [0]}
@@ -186,9 +221,9 @@ def _report(address: str, process: int, facts: Facts, deadline: float) -> Any:
             connection.settimeout(max(0.0, deadline - time.monotonic()) + _GRACE_S)
             with connection.makefile("rb") as answer:
                 verdict = json.loads(answer.read())
-        except (OSError, ValueError):  # it went away, or is no jaxsync
-            return {"missing": [0]}
-    return verdict
+        except (OSError, ValueError, RecursionError):  # it went away, or is no jaxsync
+            verdict = None
+    return verdict if isinstance(verdict, dict) else {"missing": [0]}
 
 
 def _connect(address: str, deadline: float) -> socket.socket | None:

@@ -13,7 +13,7 @@ import jax
 from jaxsync.devices import has_backend_started, likely_causes
 from jaxsync.errors import ArgumentError, InitializationError
 from jaxsync.multiprocess.departure import leave_together
-from jaxsync.multiprocess.rollcall import call_roll, split_address
+from jaxsync.multiprocess.rollcall import JOB, call_roll, split_address
 
 # With these a process that was killed or stands still ends the others within 30 s: a heartbeat that is
 # missed for 10 s was acted on after 11 s, and a collective that waits for a process which lives is given up
@@ -121,7 +121,7 @@ def initialize(
 
     Raises:
         InitializationError: JAX has made its devices already; the process was initialized before, with other
-            arguments; an argument is missing; or the coordinator cannot listen.
+            arguments; an argument is missing; or the coordinator cannot listen, or is another job's.
         AbsentProcessError: Not all processes came in time; names those that did not.
         DisagreementError: The processes differ in `num_processes`, or in their versions of jax, jaxlib or
             jaxsync; or two have one `process_id`.
@@ -284,6 +284,7 @@ def _join(job: Job, limits: Limits) -> bool:
             job.num_processes,
             job.process_id,
             timeout_s=limits.timeout_s,
+            job=os.environ.get(JOB, ""),
         )
     was_preemptible = jax.config.jax_enable_preemption_service  # type: ignore[attr-defined]  # made at run time
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:

@@ -11,7 +11,7 @@ from jaxsync.report.markup import Markup, element
 
 _WIDTH, _HEIGHT = 760.0, 220.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 14.0, 26.0, 34.0
-_MAX_POINTS = 1000  # more are less than a pixel apart
+_MAX_PARTS = 500  # of the x axis, with three points each: more are less than a pixel apart
 _MAX_DOTS = 40
 _LARGEST = sys.float_info.max
 
@@ -35,9 +35,9 @@ def draw_line(points: Sequence[Point], *, title: str, x_label: str = "step") -> 
     ys = nice_ticks(min(values), max(values), 5)
     frame = _Frame(points[0][0] if points else 0.0, points[-1][0] if points else 1.0, ys[0], ys[-1])
     parts = [svg.text(0, 12, title), *frame.draw_axes(xs, ys, x_label)]
-    for run in _finite_runs(points):
-        parts.append(_draw_run(_thin(run), frame))
-    parts += [_mark(x, frame, x_label) for x, value in points if not math.isfinite(value)]
+    drawn = _thin(points)
+    parts += [_draw_run(run, frame) for run in _finite_runs(drawn)]
+    parts += [_mark(x, frame, x_label) for x, value in drawn if not math.isfinite(value)]
     dots = finite if len(finite) <= _MAX_DOTS else finite[-1:]
     parts += [_dot(point, frame, title, x_label) for point in dots]
     return svg.picture(f"{title} over {x_label}", _WIDTH, _HEIGHT, *parts)
@@ -105,16 +105,24 @@ def _finite_runs(points: Sequence[Point]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-def _thin(run: Sequence[Point]) -> list[Point]:
-    """At most `_MAX_POINTS` of a line: of each part its lowest and highest, so that no peak is lost."""
-    size = math.ceil(len(run) / (_MAX_POINTS // 2))
+def _thin(points: Sequence[Point]) -> list[Point]:
+    """Of each part its lowest and highest, so that no peak is lost, and the first that is not finite."""
+    size = math.ceil(len(points) / _MAX_PARTS)
     if size <= 2:
-        return list(run)
-    kept = []
-    for start in range(0, len(run), size):
-        part = run[start : start + size]
-        kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+        return list(points)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        finite = [point for point in part if math.isfinite(point[1])]
+        chosen = [point for point in part if not math.isfinite(point[1])][:1]
+        if finite:
+            chosen += {min(finite, key=_value), max(finite, key=_value)}
+        kept += sorted(chosen, key=lambda point: point[0])
     return kept
+
+
+def _value(point: Point) -> float:
+    return point[1]
 
 
 def _draw_run(run: Sequence[Point], frame: _Frame) -> Markup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxsync.report.bucket_map import draw_buckets
 from jaxsync.report.markup import Markup, element, join, table
 from jaxsync.report.plan_rows import BucketRow, PlanRows
-from jaxsync.report.text import format_bytes, format_table
+from jaxsync.report.text import format_bytes, format_count, format_table
 
 _HEADER = ("bucket", "leaves", "axes", "wire", "elements", "bytes", "first leaf")
 _MAX_ROWS = 200  # of a page: a plan of 10,000 leaves must not stop a browser
@@ -29,7 +29,7 @@ def plan_markup(plan: PlanRows) -> Markup:
         table(_HEADER, rows),
     ]
     if len(plan.buckets) > _MAX_ROWS:
-        parts.append(element("p", f"and {len(plan.buckets) - _MAX_ROWS} more buckets"))
+        parts.append(element("p", f"and {format_count(len(plan.buckets) - _MAX_ROWS, 'more bucket')}"))
     return join(parts)
 
 

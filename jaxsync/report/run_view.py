@@ -15,6 +15,7 @@ from jaxsync.report.text import format_bytes, format_count
 from jaxsync.report.timeline import Span, draw_timeline, make_trace
 
 _MAX_STALLS = 50  # of a page
+_MAX_STEP_SPANS = 100_000  # of a trace: more are slow to make, and slower to open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +131,25 @@ class RunView:
             ("stalls", str(len(self.stalls))),
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "-"),
         ]
+        shown = self._shown()
         return rows + [
-            (name.replace("_", " "), _value(value)) for name, value in (self.summary or {}).items()
+            (name.replace("_", " "), _value(value))
+            for name, value in (self.summary or {}).items()
+            if name not in shown or shown[name] != value
         ]
+
+    def _shown(self) -> dict[str, Any]:
+        """What the figures say already, under the names that a summary has for it."""
+        loss = self.steps[-1].loss if self.steps else math.nan
+        return {
+            "workload": self.workload,
+            "num_devices": self.num_devices,
+            "steps": self.num_steps,
+            "final_loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
+            "steps_per_s": self.steps_per_s,
+            "bytes_synced_per_step": self.bytes_per_step,
+            "collectives_per_step": sum(self.audit.values()),
+        }
 
     def to_page(self) -> str:
         """The run as one HTML page that loads nothing."""
@@ -177,15 +194,18 @@ class RunView:
 
 
 def step_spans(steps: Sequence[StepRecord]) -> tuple[Span, ...]:
-    """The time between looks at steps, on the track "training"."""
+    """The time between looks at steps, on the track "training"; with more than 100,000, of several in one."""
     spans, before = [], StepRecord(step=0, loss=math.nan, steps_per_s=None, finite=True, at_s=0.0)
-    for record in steps:
+    size = math.ceil(len(steps) / _MAX_STEP_SPANS) or 1
+    for index in range(0, len(steps), size):
+        part = steps[index : index + size]
+        record = part[-1]
         first = before.step + 1
         spans.append(
             Span(
                 track="training",
                 name=f"step {record.step}" if first >= record.step else f"steps {first} to {record.step}",
-                kind="step" if record.finite else "trouble",
+                kind="step" if all(each.finite for each in part) else "trouble",
                 start_s=before.at_s,
                 took_s=max(record.at_s - before.at_s, 0.0),
                 facts=(("step", record.step),),

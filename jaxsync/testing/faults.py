@@ -15,6 +15,7 @@ from jaxsync.client import Device, SyncClient
 from jaxsync.errors import FaultMissedError, JaxsyncError, UnknownNameError
 from jaxsync.host.ticket import Ticket, raising
 from jaxsync.submission import with_paths
+from jaxsync.testing.blocks import quiet
 
 Call = Literal["register", "submit", "sync"]
 
@@ -285,6 +286,7 @@ def _nothing() -> None:
     """A callback that only asks whether the client works."""
 
 
+@quiet
 @contextlib.contextmanager
 def inject_faults(client: SyncClient, *faults: Fault) -> Iterator[FaultyClient]:
     """A client in whose place the code under test suffers faults: lost, late, doubled and failing calls.

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxsync.errors import ArgumentError, GradientMismatchError, ReplicaMismatchError
+from jaxsync.errors import ArgumentError, GradientMismatchError, ReplicaMismatchError, TooFewDevicesError
+from jaxsync.host.launcher import check_not_deleted
 from jaxsync.ingraph.sharded import shard_optimizer
 from jaxsync.mesh import axis_sizes
 from jaxsync.placement import check_replicas_equal
 from jaxsync.step import TrainStep, make_train_step
 from jaxsync.testing.comparison import Values, common_ratio, describe_difference
+from jaxsync.testing.truth import SINGLE, SingleDevice, by_path, eps_of, on_host
 
 _MAX_RATIOS = 8
 
@@ -31,6 +33,7 @@ def assert_matches_single_device(
     then: Callable[[Any], Any] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    min_devices: int = 2,
 ) -> None:
     """Asserts that `step` computes the gradients (and the loss) that one device computes.
 
@@ -51,14 +54,23 @@ def assert_matches_single_device(
         then: What `step` does to gradients after the reduction, such as clipping, as a function of a tree of
             gradients: done to those of one device before they are compared.
         rtol: What may differ, as a part of the largest element of the leaf: by default the square root of the
-            precision of its dtype, or of the dtype it is reduced in (float32: 3e-4, bfloat16: 0.09). On
-            accelerators that multiply in lower precision, set `jax_default_matmul_precision`.
-        atol: What may differ in any case: by default the precision of the leaf's dtype, as a part of the
-            largest gradient of all.
+            lowest precision among its dtype, its dtype on the wire, and what the loss computes in (float32:
+            3e-4, bfloat16: 0.09). On accelerators that multiply in lower precision, set
+            `jax_default_matmul_precision`.
+        atol: What may differ in any case: by default the precision of float32, as a part of the largest
+            gradient of all. In lower precision also that precision, as a part of the leaf's gradients of
+            parts of the batch, which may cancel; and 8 times what one device itself differs by when it
+            computes the batch in parts, up to that precision, as a part of the largest gradient.
+        min_devices: On how many devices the step must run: those of a `TrainStep`'s mesh, or those that hold
+            an array that the function returns. On one device no reduction can be wrong. Pass 1 if that is
+            meant, or if the function returns what one of its devices holds. NumPy arrays tell nothing, and
+            are compared anyway.
 
     Raises:
         GradientMismatchError: For each leaf that differs, by which ratio: the same in all elements, or from
             least to largest; or which devices differ from each other.
+        TooFewDevicesError: All is right, but on fewer than `min_devices`.
+        DeletedArrayError: An array of `params` or `batch` was donated before.
         ArgumentError: `step` is no function.
 
     Collectives: those of `step`.
@@ -71,30 +83,31 @@ def assert_matches_single_device(
     >>> step = jaxsync.make_train_step(loss_fn, optax.adam(1e-3), plan)
     >>> assert_matches_single_device(loss_fn, params, batch, step)
     """
-    truth = _single_device(loss_fn, params, batch, then)
+    __tracebackhide__ = True
+    check_not_deleted(jax.tree.leaves((params, batch)), {"params": params, "batch": batch})
+    truth = SingleDevice(loss_fn, params, batch, then)
     result = _run(step, params, batch, truth)
-    largest = max((float(np.abs(value).max(initial=0.0)) for value in truth.grads.values()), default=0.0)
+    limits = _limits(truth, result)
     findings = [
         (path, finding)
-        for path, want in truth.all().items()
-        if path in result.values and (finding := _compare(path, want, result, largest, rtol, atol))
+        for path, want in truth.whole.items()
+        if path in result.values
+        and (finding := _compare(want, result.values[path], result.axes, _given(limits[path], rtol, atol)))
     ]
     findings += [
-        (path, "is missing from what step returned") for path in truth.grads if path not in result.values
+        (path, "is missing from what step returned")
+        for path in truth.whole
+        if path not in result.values and path != "loss"
     ]
     if findings:
         raise GradientMismatchError(leaves=tuple(findings), num_compared=len(result.values))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Truth:
-    """What one device computes: the loss, and the gradients by path."""
-
-    loss: Values
-    grads: Mapping[str, Values]
-
-    def all(self) -> dict[str, Values]:
-        return {"loss": self.loss, **self.grads}
+    if result.num_devices is not None and result.num_devices < min_devices:
+        raise TooFewDevicesError(
+            subject=result.subject,
+            found=result.num_devices,
+            wanted=min_devices,
+            allow=f"pass min_devices={result.num_devices}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,40 +117,22 @@ class _Result:
     Attributes:
         values: The loss, if there is one, and the gradients by path.
         axes: The sizes of the axes of its mesh.
-        eps: The precision of what it computes with, by path, if it is less than that of the dtype.
+        eps: The precision of what gradients are sent in, by path.
+        num_parts: Into how many parts it divides the batch; None if that cannot be told.
+        subject: What tells on how many devices it runs.
+        num_devices: How many those are; None if it cannot be told.
     """
 
     values: Mapping[str, Any]
     axes: Mapping[str, int]
     eps: Mapping[str, float]
+    num_parts: int | None
+    subject: str
+    num_devices: int | None
 
 
-def _single_device(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, then: Callable[[Any], Any] | None
-) -> _Truth:
-    first = jax.devices()[0]
-    params, batch = jax.tree.map(lambda x: jax.device_put(x, first), (params, batch))
-    leaves, treedef = jax.tree.flatten(params)
-    is_trained = [_is_differentiable(x) for x in leaves]
-
-    def run(trained: list[Any]) -> Any:
-        values = iter(trained)
-        whole = [next(values) if yes else x for x, yes in zip(leaves, is_trained, strict=True)]
-        returned = loss_fn(jax.tree.unflatten(treedef, whole), batch)
-        return returned[0] if isinstance(returned, tuple | list) else returned
-
-    loss, found = jax.jit(jax.value_and_grad(run))(
-        [x for x, yes in zip(leaves, is_trained, strict=True) if yes]
-    )
-    grads = iter(found)
-    tree = jax.tree.unflatten(treedef, [next(grads) if yes else None for yes in is_trained])
-    return _Truth(
-        loss=_on_host(loss),
-        grads={path: _on_host(x) for path, x in _by_path(then(tree) if then else tree).items()},
-    )
-
-
-def _run(step: Any, params: Any, batch: Any, truth: _Truth) -> _Result:
+def _run(step: Any, params: Any, batch: Any, truth: SingleDevice) -> _Result:
+    __tracebackhide__ = True
     if isinstance(step, TrainStep):
         return _run_train_step(step, params, batch)
     if not callable(step):
@@ -148,13 +143,23 @@ def _run(step: Any, params: Any, batch: Any, truth: _Truth) -> _Result:
     returned = step(params, batch)
     loss: dict[str, Any] = {}
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
-    if is_pair and truth.grads.keys() <= _by_path(returned[1]).keys():
+    paths = truth.whole.keys() - {"loss"}
+    if is_pair and paths <= by_path(returned[1]).keys():
         loss, returned = {"loss": returned[0]}, returned[1]
-    grads = {path: x for path, x in _by_path(returned).items() if path in truth.grads}
-    return _Result(values={**loss, **grads}, axes=_axes_of(grads), eps={})
+    grads = {path: x for path, x in by_path(returned).items() if path in paths}
+    values = {**loss, **grads}
+    return _Result(
+        values=values,
+        axes=_axes_of(grads),
+        eps={},
+        num_parts=None,
+        subject="what step returned",
+        num_devices=_num_devices(values),
+    )
 
 
 def _run_train_step(step: TrainStep, params: Any, batch: Any) -> _Result:
+    __tracebackhide__ = True
     # The step's own parts, which it does not show to others: the same step with an optimizer that keeps what
     # it is handed.
     plan = step.plan
@@ -171,11 +176,19 @@ def _run_train_step(step: TrainStep, params: Any, batch: Any) -> _Result:
         skip_nonfinite=False,
     )
     state, metrics = probe(probe.init(params), batch)
-    wire = {plan.leaves[i].path: bucket.dtype for bucket in plan.buckets for i in bucket.leaves}
+    on_wire = eps_of(plan.config.wire_dtype) if plan.config.wire_dtype else 0.0
+    wire = {
+        f"grads{plan.leaves[i].path}": max(eps_of(bucket.dtype), on_wire)
+        for bucket in plan.buckets
+        for i in bucket.leaves
+    }
     return _Result(
-        values={"loss": metrics["loss"], **_by_path(state.opt_state)},
+        values={"loss": metrics["loss"], **by_path(state.opt_state)},
         axes=axis_sizes(plan.mesh),
-        eps={f"grads{path}": _eps(dtype) for path, dtype in wire.items()},
+        eps=wire,
+        num_parts=plan.num_replicas * step._accumulate,
+        subject="the mesh of the step",
+        num_devices=plan.mesh.size,
     )
 
 
@@ -189,20 +202,39 @@ class _KeepGradients:
         return jax.tree.map(jnp.zeros_like, updates), updates
 
 
-def _compare(
-    path: str, want: Values, result: _Result, largest: float, rtol: float | None, atol: float | None
-) -> str | None:
-    got = result.values[path]
-    eps = max(_eps(jnp.result_type(got)), result.eps.get(path, 0.0))
-    limits = {
-        "rtol": math.sqrt(eps) if rtol is None else rtol,
-        "atol": (eps * largest if path != "loss" else 0.0) if atol is None else atol,
+def _limits(truth: SingleDevice, result: _Result) -> dict[str, dict[str, float]]:
+    """By how much the loss and each gradient may differ: path -> `rtol` and `atol`."""
+    eps = {
+        path: max(eps_of(jnp.result_type(x)), result.eps.get(path, 0.0), truth.eps)
+        for path, x in result.values.items()
     }
+    is_low = any(each > SINGLE for each in eps.values())
+    rounding = truth.measure_rounding(result.num_parts) if is_low else {}
+    sizes = [np.abs(x).max(initial=0.0) for path, x in truth.whole.items() if path != "loss"]
+    largest = max(map(float, sizes), default=0.0)
+    limits = {}
+    for path, each in eps.items():
+        atol = min(each, SINGLE) * largest if path != "loss" else 0.0
+        if each > SINGLE and path in rounding:
+            noise = min(rounding[path].noise, each * max(largest, rounding[path].spread))
+            atol = max(atol, each * rounding[path].spread, noise)
+        limits[path] = {"rtol": math.sqrt(each), "atol": atol}
+    return limits
+
+
+def _given(limits: Mapping[str, float], rtol: float | None, atol: float | None) -> dict[str, float]:
+    return {
+        "rtol": limits["rtol"] if rtol is None else rtol,
+        "atol": limits["atol"] if atol is None else atol,
+    }
+
+
+def _compare(want: Values, got: Any, axes: Mapping[str, int], limits: Mapping[str, float]) -> str | None:
     if differing := _differing_replicas(got):
         return f"{differing[0]} and {differing[1]} hold different values: not reduced, or not on all devices"
-    values = _on_host(got)
+    values = on_host(got)
     if values.shape == want.shape:
-        return describe_difference(values, want, axes=result.axes, **limits)
+        return describe_difference(values, want, axes=axes, **limits)
     if values.shape[1:] != want.shape or not values.shape:
         return f"has shape {values.shape}; wanted {want.shape}"
     if all(np.array_equal(row, values[0], equal_nan=True) for row in values):
@@ -229,19 +261,7 @@ def _axes_of(grads: Mapping[str, Any]) -> dict[str, int]:
     return {"devices": max(used, default=1) if max(used, default=1) > 1 else len(jax.devices())}
 
 
-def _is_differentiable(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    return {f"grads{jax.tree_util.keystr(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _on_host(x: Any) -> Values:
-    host = np.asarray(x)
-    return host.astype(np.complex128 if np.iscomplexobj(host) else np.float64)
-
-
-def _eps(dtype: Any) -> float:
-    dtype = jnp.dtype(dtype)
-    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+def _num_devices(values: Mapping[str, Any]) -> int | None:
+    """How many devices hold a part of these; None if no array says so."""
+    used = [x.sharding.device_set for x in values.values() if isinstance(x, jax.Array)]
+    return len(frozenset().union(*used)) if used else None

@@ -16,6 +16,7 @@ import jax
 from jaxsync.client import SyncClient
 from jaxsync.errors import ArgumentError, LeakError
 from jaxsync.host.launcher import process_launcher
+from jaxsync.testing.blocks import quiet
 
 LEAK_CHECKS = ("threads", "tickets", "arrays")
 
@@ -25,6 +26,7 @@ _THREAD_S = 1.0
 _POOLS = ("ThreadPoolExecutor", "asyncio_")
 
 
+@quiet
 @contextlib.contextmanager
 def no_leaks(
     start: Callable[[], SyncClient],

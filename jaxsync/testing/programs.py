@@ -17,6 +17,7 @@ from jaxsync.errors import (
     ReplicasDifferError,
 )
 from jaxsync.placement import check_replicas_equal
+from jaxsync.testing.blocks import quiet
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"  # sent once for each program, with its name
 
@@ -37,6 +38,7 @@ def count_collectives(fn: Any, *args: Any) -> dict[str, int]:
     >>> count_collectives(total, jnp.ones(8))
     {'all_reduce': 1}
     """
+    __tracebackhide__ = True
     return _counts(audit(fn, *args))
 
 
@@ -63,6 +65,7 @@ def assert_collectives(fn: Any, args: Sequence[Any], *, in_loop: bool = False, *
     >>> total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
     >>> assert_collectives(total, (jnp.ones(8),), all_reduce=1)
     """
+    __tracebackhide__ = True
     known = [_keyword(kind) for kind in KINDS]
     for name in counts:
         if name not in known:
@@ -105,12 +108,14 @@ def assert_replicas_equal(tree: Any) -> None:
     >>> mesh = jaxsync.make_mesh({"data": 8})
     >>> assert_replicas_equal({"w": jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))})
     """
+    __tracebackhide__ = True
     try:
         check_replicas_equal(tree)
     except ReplicaMismatchError as error:
         raise ReplicasDifferError(leaves=error.leaves) from None
 
 
+@quiet
 @contextlib.contextmanager
 def no_recompile() -> Iterator[None]:
     """A block in which nothing is compiled: a second step that costs as much as the first is a common fault.

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 ModelConfig = DigitsModel | CharlmModel
 MODELS: Mapping[str, type[ModelConfig]] = {"digits": DigitsModel, "charlm": CharlmModel}
+_WANTED_SET = "wanted key=value, such as train.steps=10"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,7 @@ def _set(tables: dict[str, Any], override: str) -> None:
     key, equals, text = (part.strip() for part in override.partition("="))
     names = key.split(".")
     if not equals or not all(names):
-        raise ConfigError(source="--set", problems=(f"{override!r}: wanted key=value",))
+        raise ConfigError(source="--set", problems=(f"{override!r}: {_WANTED_SET}",))
     table = tables
     for name in names[:-1]:
         table = table.setdefault(name, {})

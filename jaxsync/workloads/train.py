@@ -26,7 +26,7 @@ from jaxsync.ingraph.grads import value_and_grad
 from jaxsync.mesh import make_mesh
 from jaxsync.placement import batch_spec, concrete_mesh, place_leaves, put
 from jaxsync.plan import SyncPlan, make_plan
-from jaxsync.run_log import RunHeader, RunLog
+from jaxsync.run_log import RunHeader, RunLog, check_no_run
 from jaxsync.step import Optimizer, TrainStep, make_train_step
 from jaxsync.train_state import TrainState
 from jaxsync.versions import library_versions
@@ -124,6 +124,7 @@ def prepare_job(config: JobConfig, *, resume: bool = False) -> PreparedJob:
             `resume`, or none are asked for with it, or the newest is of the last step. Or several processes
             cannot train it.
         CheckpointReadError: `resume`, and there is no checkpoint.
+        RunWriteError: There is a run in `train.run_dir`, and not `resume`.
         MeshError: `transform = "pmap"` and the mesh has more than one axis.
         DispatchError: `sync.max_in_flight` cannot work.
         InitializationError: The process cannot join the others.
@@ -136,6 +137,8 @@ def prepare_job(config: JobConfig, *, resume: bool = False) -> PreparedJob:
     if config.devices:
         simulate_devices(devices_here(config.devices, num_processes))
     start = find_start(train, resume=resume)  # and no earlier: Orbax asks JAX which process this is
+    if train.run_dir and start is None and not is_restart():
+        check_no_run(train.run_dir)
     mesh = make_mesh(config.mesh)
     if num_processes > 1:
         check_shared_job(mesh.size, train.transform)
@@ -254,7 +257,8 @@ def _open_log(job: PreparedJob, report: Audit) -> RunLog:
         versions=library_versions(),
         audit=report.counts,
     )
-    return RunLog.open(job.config.train.run_dir, header, resume=job.resume is not None)
+    resume = job.resume is not None or is_restart()
+    return RunLog.open(job.config.train.run_dir, header, resume=resume)
 
 
 def _logged(log: RunLog, on_progress: Callable[[Progress], None]) -> Callable[[Progress], None]:

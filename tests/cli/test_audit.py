@@ -56,6 +56,7 @@ NUMBER = 7
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_steps.py").write_text(STEPS)
+    (tmp_path / "only_data.py").write_text("NUMBER = 7\n")
     (tmp_path / "broken_step.py").write_text("import no_such_module_either\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
@@ -106,6 +107,10 @@ def test_devices_are_simulated_before_the_module_is_imported(steps: Path) -> Non
         ("my steps:right", 'wanted "package.module:function"'),
         ("no_such_module:make", "there is no module 'no_such_module'"),
         ("my_steps:rihgt", "my_steps.py has no 'rihgt': the nearest is 'right'"),
+        ("my_steps:loader", "my_steps.py has no 'loader': the nearest is 'grad'"),  # not '__loader__'
+        ("only_data:make", "only_data.py has no 'make', and no function at all"),
+        ("my_steps.py:right", "there is no module 'my_steps.py'; leave out .py: 'my_steps:right'"),
+        ("./my_steps.py:right", "wanted \"package.module:function\"; leave out .py: 'my_steps:right'"),
         ("my_steps:NUMBER", "'NUMBER' is of type int; wanted a function"),
         ("my_steps:needs", "'needs' needs 'batch'; wanted a function of no arguments"),
         ("my_steps:too_little", "it returned a int; wanted (fn, *args), fn callable"),

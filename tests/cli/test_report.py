@@ -33,7 +33,8 @@ def test_the_page_the_trace_and_the_json_come_from_one_call(
 ) -> None:
     page, trace = tmp_path / "run.html", tmp_path / "trace.json"
     assert main(["report", run_dir, "--html", str(page), "--trace", str(trace), "--json"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == f"jaxsync report: wrote {page}\njaxsync report: wrote {trace}\n"
     assert out.count("\n") == 1
     assert json.loads(out)["bytes_synced"] == 5 * 24
     assert page.read_text().startswith("<!DOCTYPE html>\n<html")
@@ -74,4 +75,6 @@ def test_the_doctor_lists_what_a_process_would_have_and_notes_do_not_fail(
     assert table["environment"] == settings
     assert table["versions"]["jaxsync"] == jaxsync.__version__
     assert table["num_cores"] >= 1
+    assert "train" in table["extras"]
+    assert not {"dev", "docs"} & set(table["extras"])  # for work on jaxsync itself
     assert [finding["level"] for finding in table["findings"]] == ["note"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 import jaxsync
 from jaxsync.errors import ArgumentError, InitializationError
-from jaxsync.multiprocess.rollcall import judge, split_address
+from jaxsync.multiprocess.rollcall import call_roll, judge, parse_report, split_address, versions
 from jaxsync.multiprocess.runtime import Job, fill_in
 
 pytestmark = pytest.mark.timeout(120)
@@ -241,3 +243,63 @@ def test_sigterm_ends_a_process_of_a_job(run_job: Callable[..., Any]) -> None:
     ended = run_job(code, 2)
     assert ended[1].code == -signal.SIGTERM
     assert ended[0].code == -signal.SIGABRT  # JAX ends it, when the heartbeats of the other stay away
+
+
+def report(process: Any, num_processes: str = "2", job: str = "ours") -> bytes:
+    facts = {"num_processes": num_processes, **versions()}
+    return json.dumps({"kind": "jaxsync roll call", "process": process, "facts": facts, "job": job}).encode()
+
+
+STRAY = {
+    "infinity": report(float("inf")),
+    "nan": report(float("nan")),
+    "nested": b"[" * 4000,
+    "beyond": report(99),
+    "negative": report(-1),
+    "zero": report(0),
+    "fraction": report(1.0),
+    "bool": report(True),
+    "count": report(1, num_processes="many"),
+    "list": b"[1]",
+    "http": b"GET / HTTP/1.1",
+    "no facts": b'{"kind": "jaxsync roll call", "process": 1, "facts": {}}',
+}
+
+
+@pytest.mark.parametrize("line", STRAY.values(), ids=STRAY)
+def test_what_is_no_report_is_none(line: bytes) -> None:
+    assert parse_report(line) is None
+
+
+def test_a_process_that_counts_otherwise_is_no_stranger() -> None:
+    found = parse_report(report(3, num_processes="4"))
+    assert found == (3, {"num_processes": "4", **versions()}, "ours")
+
+
+def test_strangers_and_other_jobs_are_sent_away_and_the_roll_waits_for_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ended: list[BaseException | None] = []
+
+    def be_first() -> None:
+        try:
+            call_roll(address, address, 2, 0, timeout_s=60, job="ours")
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    first = threading.Thread(target=be_first)
+    first.start()
+    with pytest.raises(InitializationError) as caught:  # it waits until there is a process 0
+        call_roll(address, address, 2, 1, timeout_s=60, job="theirs")
+    assert caught.value.reason == f"process 0 of another job listens at {address}"
+    for line in STRAY.values():
+        with socket.create_connection(split_address(address), timeout=30) as stray:
+            stray.sendall(line + b"\n")
+            stray.shutdown(socket.SHUT_WR)
+            assert stray.recv(100) == b""
+    assert not ended
+    call_roll(address, address, 2, 1, timeout_s=60, job="ours")
+    first.join(timeout=30)
+    assert ended == [None]

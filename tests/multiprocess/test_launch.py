@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxsync.errors import ConfigError, LaunchError
+from jaxsync.errors import LaunchError
 from jaxsync.multiprocess.group import Sink
 from jaxsync.multiprocess.launch import LaunchConfig, launch, make_environments
 from jaxsync.multiprocess.postmortem import Run
@@ -82,16 +82,34 @@ def test_each_process_learns_which_of_how_many_it_is_and_where_the_coordinator_i
     assert not os.path.exists(found[0]["JAXSYNC_RUN_DIR"])  # it was ours, and is gone
 
 
+def test_each_start_is_a_job_of_its_own() -> None:
+    output = Output()
+    runs = run("print(os.environ['JAXSYNC_JOB'], flush=True); sys.exit(3)", output, max_restarts=1)
+    assert len(runs) == 2
+    jobs = [job for process in range(2) for job in output.of(process)]
+    assert len(set(jobs)) == 2  # one a run, and not one a process
+    assert all(len(job) == 16 for job in jobs)
+
+
+def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = LaunchConfig(command=("true",), num_processes=1, run_dir=str(tmp_path / "file"))
+    with pytest.raises(LaunchError) as caught:
+        launch(config, Output(), lambda run, is_restarted: None)
+    assert caught.value.run_dir == str(tmp_path / "file" / "restart-0")
+    assert caught.value.reason == "Not a directory"
+
+
 def test_without_a_number_of_devices_the_program_chooses() -> None:
     config = LaunchConfig(command=("x",), num_processes=1)
-    [environment] = make_environments({}, config, port=1, restart=0, run_dir="/r")
+    [environment] = make_environments({}, config, port=1, restart=0, run_dir="/r", job="j")
     assert not {"JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "JAX_PLATFORMS"} & set(environment)
 
 
 def test_what_the_user_has_set_stays() -> None:
     base = {"JAX_PLATFORMS": "cuda", "PJRT_NPROC": "64", "PYTHONUNBUFFERED": "", "HOME": "/h"}
     config = LaunchConfig(command=("x",), num_processes=1, devices_per_process=2)
-    [environment] = make_environments(base, config, port=1, restart=0, run_dir="/r")
+    [environment] = make_environments(base, config, port=1, restart=0, run_dir="/r", job="j")
     assert {name: environment[name] for name in base} == base
 
 
@@ -292,7 +310,7 @@ def test_the_handlers_of_before_are_back_afterwards() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(LaunchError) as caught:
         LaunchConfig(**{"command": ("x",), "num_processes": 1, **options})
     assert caught.value.problems == (problem,)
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from jaxsync.cli import main
-from jaxsync.cli.launch import make_sink
+from jaxsync.cli.launch import make_prefixes, make_sink
+from jaxsync.multiprocess.outlet import Outlet
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -119,6 +120,8 @@ def test_json_is_one_object_on_stdout_and_all_output_is_on_stderr(capfd: pytest.
     [
         (["-n", "2", "--"], "command = (): wanted a program and its arguments"),
         (["-n", "0", "--", "true"], "num_processes = 0: wanted 1 or more"),
+        (["-n", "1", "--port", "99999", "--", "true"], "port = 99999: wanted 1 to 65535"),
+        (["-n", "1", "--run-dir", __file__, "--", "true"], f"{__file__}/restart-0: Not a directory"),
         (["-n", "1", "--", "no-such-program"], "no-such-program: No such file or directory"),
     ],
 )
@@ -130,6 +133,7 @@ def test_what_cannot_run_gives_one_message_and_exit_code_2(
     assert out == ""
     assert text in err
     assert err.count("To fix it: ") == 1
+    assert "SyncConfig" not in err
 
 
 def test_the_programs_own_options_are_its_own(capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,18 +159,24 @@ def test_prefixes_are_coloured_on_a_terminal_alone(
     monkeypatch.setenv("TERM", "xterm")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    out, err = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
-    make_sink(out, err, 2)(1, False, [b"hi"])
-    assert out.buffer.getvalue() == wanted  # type: ignore[attr-defined]
-    assert err.buffer.getvalue() == b""  # type: ignore[attr-defined]
+    assert make_prefixes(io.StringIO(), 2)[1] + b"hi\n" == wanted
 
 
 def test_without_rich_prefixes_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    out, err = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
-    make_sink(out, err, 1)(0, True, [b"a", b"b"])
-    assert err.buffer.getvalue() == b"[0] a\n[0] b\n"  # type: ignore[attr-defined]
+    assert make_prefixes(io.StringIO(), 2) == [b"[0] ", b"[1] "]
+
+
+def test_lines_go_where_they_should_each_with_its_prefix(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        outlets = [Outlet(file.fileno()) for file in (out, err)]
+        sink = make_sink(outlets, [[b"0 ", b"1 "], [b"0! ", b"1! "]])
+        sink(1, True, [b"a", b"b"])
+        sink(0, False, [b"c"])
+        assert [outlet.close(timeout_s=30) for outlet in outlets] == [True, True]
+    assert (tmp_path / "out").read_bytes() == b"0 c\n"
+    assert (tmp_path / "err").read_bytes() == b"1! a\n1! b\n"
 
 
 @pytest.mark.parametrize(
@@ -231,3 +241,66 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(launched: Any) -> None:
     err = process.stderr.read()
     assert "jaxsync launch: the run was ended by SIGPIPE after " in err
     assert "Exception ignored" not in err
+
+
+FLOOD = """
+import os, signal
+me, fifo = os.environ["JAX_PROCESS_ID"], os.environ["FIFO"]
+if me == "0":
+    os.set_blocking(1, False)
+    try:
+        while True: os.write(1, b"x" * 63 + b"\\n")
+    except BlockingIOError:  # the launcher may only have been slow: once it does not read, this is for good
+        os.set_blocking(1, True)
+    signal.signal(signal.SIGALRM, lambda *_: open(fifo, "w").close())
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    while True: os.write(1, b"x" * 63 + b"\\n")
+"""
+
+
+@pytest.fixture
+def flood(launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a launcher whose output nobody reads, and returns it when a process has printed for a second."""
+    os.mkfifo(tmp_path / "printed")
+    monkeypatch.setenv("FIFO", str(tmp_path / "printed"))
+
+    def start(rest: str = WAIT) -> subprocess.Popen[str]:
+        process: subprocess.Popen[str] = launched("-n", "2", "--grace-s", "1", "--", *PYTHON, FLOOD + rest)
+        (tmp_path / "printed").read_text()
+        return process
+
+    return start
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_are_heard_while_nobody_reads_the_output(flood: Any, number: int, exit_code: int) -> None:
+    process = flood()
+    process.send_signal(number)
+    assert process.wait(timeout=30) == exit_code  # of the output nothing was read
+    err = process.stderr.read()
+    assert f"jaxsync launch: the run was ended by {signal.Signals(number).name} after " in err
+    assert "Exception ignored" not in err
+
+
+def test_a_failure_is_seen_while_nobody_reads_the_output_and_nothing_is_lost(flood: Any) -> None:
+    rest = "open(fifo + '.2').read()\nos.write(1, b'why\\n')\nos._exit(7)"
+    os.mkfifo(os.environ["FIFO"] + ".2")
+    process = flood(rest)
+    open(os.environ["FIFO"] + ".2", "w").close()
+    first = process.stderr.readline()  # all have ended, and still nobody has read stdout
+    assert first.startswith("jaxsync launch: process 1 ")
+    assert "ended first, by exit code 7" in first
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 7
+    assert "[1] why\n" in out
+    assert len(out) > 1 << 18
+    assert {line for line in out.splitlines()[:-2]} <= {"[0] " + "x" * 63, "[1] why"}
+
+
+def test_a_slow_reader_gets_every_line(launched: Any) -> None:
+    code = "for number in range(200_000): print(number)"
+    process = launched("-n", "1", "--", *PYTHON, code)
+    process.stdout.readline()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.splitlines() == [f"[0] {number}" for number in range(1, 200_000)]

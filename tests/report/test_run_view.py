@@ -87,6 +87,23 @@ def test_the_page_has_the_figures_of_the_run_and_of_its_plan() -> None:
     assert f"fingerprint {view.plan.fingerprint[:16]}" in read.text  # type: ignore[union-attr]
 
 
+def test_a_summary_adds_only_what_is_not_shown_yet() -> None:
+    same = {
+        "workload": "digits",
+        "num_devices": 8,
+        "steps": 30,
+        "final_loss": 0.75,
+        "steps_per_s": 30.0,
+        "bytes_synced_per_step": 32,
+        "collectives_per_step": 1,
+    }
+    before = make_view(summary={}).figures()
+    assert make_view(summary={**same, "test_accuracy": 0.5}).figures() == [*before, ("test accuracy", "0.5")]
+    assert make_view(summary={**same, "steps": 29}).figures() == [*before, ("steps", "29")]
+    view = make_view(steps=make_steps(2.5, math.nan), summary={"final_loss": None})
+    assert [label for label, _ in view.figures()].count("final loss") == 0
+
+
 def test_a_path_or_config_of_the_users_is_text_in_the_page() -> None:
     view = make_view(stalls=(f"step 2: {EVIL}",))
     for html in (view.to_page(), view._repr_html_()):

@@ -113,9 +113,10 @@ def test_an_error_names_the_file_and_the_overrides(file: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         JobConfig.from_toml(file, ["train.stesp=3"])
     assert str(caught.value) == (
-        f"The configuration in {file} with train.stesp=3 is not valid.\n"
+        f"Not a valid configuration: {file} with train.stesp=3.\n"
         "  - unknown key 'train.stesp': the nearest is 'train.steps'\n"
-        "To fix it: correct the keys above; `jaxsync.SyncConfig` documents every key of the sync table."
+        "To fix it: correct what is listed above. `jaxsync.SyncConfig` documents the keys of the sync table; "
+        "configs/digits.toml in the repository of jaxsync shows all keys of a job."
     )
 
 
@@ -178,9 +179,9 @@ def test_the_keys_of_another_workloads_model_are_unknown(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("steps", "'steps': wanted key=value"),
-        ("=3", "'=3': wanted key=value"),
-        ("train.=3", "'train.=3': wanted key=value"),
+        ("steps", "'steps': wanted key=value, such as train.steps=10"),
+        ("=3", "'=3': wanted key=value, such as train.steps=10"),
+        ("train.=3", "'train.=3': wanted key=value, such as train.steps=10"),
         ("devices.x=3", "'devices.x=3': devices is a value, not a table"),
     ],
 )

@@ -123,7 +123,7 @@ def test_modules_are_importable_for_as_long_as_it_takes(folder: Path) -> None:
     [
         ("tune_own_model", 'wanted "package.module:function"'),
         ("tune_own_model:", 'wanted "package.module:function"'),
-        ("a/path.py:make", 'wanted "package.module:function"'),
+        ("a/path.py:make", "wanted \"package.module:function\"; leave out .py: 'a.path:make'"),
         (
             "no_such_model:make",
             "there is no module 'no_such_model' beside the TOML file, in the current folder, or where Python "

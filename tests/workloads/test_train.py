@@ -332,4 +332,14 @@ def test_a_run_writes_what_its_report_shows_and_goes_on_with_it_when_resumed(tmp
     assert view.audit == {"all-reduce": 1}
     assert view.bytes_per_step == prepared.plan.num_bytes
     with pytest.raises(RunWriteError, match="there is a run in it"):
-        run_job(prepare_job(with_train(SMALL, run_dir=str(tmp_path / "run"))))
+        prepare_job(with_train(SMALL, run_dir=str(tmp_path / "run")))
+
+
+def test_a_restart_goes_on_with_the_run_that_the_first_start_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = with_train(SMALL, steps=2, report_every=1, run_dir=str(tmp_path))
+    run_job(prepare_job(job))
+    monkeypatch.setenv("JAXSYNC_RESTART", "1")  # before any checkpoint: from the first step
+    run_job(prepare_job(job))
+    assert [record.step for record in read_run(tmp_path).steps] == [1, 2]
