@@ -242,7 +242,7 @@ class Group:
                         self._stop(number)
 
     def _hold_or_go_on(self) -> None:
-        """Reads the processes only as fast as somebody reads the outlets; all the time once they are ended."""
+        """Reads the processes as fast as somebody reads the outlets; always, once they are being ended."""
         is_ending = self._is_failing or self._stopped_by is not None
         is_held = not is_ending and any(outlet.is_full for outlet in self._outlets)
         if is_held == self._is_held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -78,10 +79,8 @@ class Outlet:
             BrokenPipeError: Nobody reads the file any more.
             OSError: It could not be written.
         """
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._receiver.recv(_PIECE_BYTES)
-        except BlockingIOError:
-            pass
         with self._change:
             if self._error is not None:
                 raise self._error
@@ -130,10 +129,8 @@ class Outlet:
             self._change.notify_all()
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # the other end is readable already
             self._sender.send(b"\0")
-        except BlockingIOError:  # it is readable already
-            pass
 
 
 def _write_some(descriptor: int, data: memoryview) -> int:

@@ -253,14 +253,14 @@ if me == "0":
     except BlockingIOError:  # the launcher may only have been slow: once it does not read, this is for good
         os.set_blocking(1, True)
     signal.signal(signal.SIGALRM, lambda *_: open(fifo, "w").close())
-    signal.setitimer(signal.ITIMER_REAL, 1)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
     while True: os.write(1, b"x" * 63 + b"\\n")
 """
 
 
 @pytest.fixture
 def flood(launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Starts a launcher whose output nobody reads, and returns it when a process has printed for a second."""
+    """Starts a launcher whose output nobody reads, and returns it when a process has printed for long."""
     os.mkfifo(tmp_path / "printed")
     monkeypatch.setenv("FIFO", str(tmp_path / "printed"))
 
@@ -272,35 +272,36 @@ def flood(launched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return start
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_are_heard_while_nobody_reads_the_output(flood: Any, number: int, exit_code: int) -> None:
+def test_a_signal_is_heard_while_nobody_reads_the_output(flood: Any) -> None:
     process = flood()
-    process.send_signal(number)
-    assert process.wait(timeout=30) == exit_code  # of the output nothing was read
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143  # of the output nothing was read
     err = process.stderr.read()
-    assert f"jaxsync launch: the run was ended by {signal.Signals(number).name} after " in err
+    assert "jaxsync launch: the run was ended by SIGTERM after " in err
     assert "Exception ignored" not in err
 
 
-def test_a_failure_is_seen_while_nobody_reads_the_output_and_nothing_is_lost(flood: Any) -> None:
+def test_a_failure_is_seen_while_nobody_reads_the_output_and_is_told(flood: Any) -> None:
     rest = "open(fifo + '.2').read()\nos.write(1, b'why\\n')\nos._exit(7)"
     os.mkfifo(os.environ["FIFO"] + ".2")
     process = flood(rest)
     open(os.environ["FIFO"] + ".2", "w").close()
-    first = process.stderr.readline()  # all have ended, and still nobody has read stdout
-    assert first.startswith("jaxsync launch: process 1 ")
-    assert "ended first, by exit code 7" in first
+    for line in process.stderr:  # up to the report: all have ended, and still nobody has read stdout
+        if line.startswith("jaxsync launch: process 1 "):
+            assert "ended first, by exit code 7" in line
+            break
+    assert process.poll() is None  # it waits for who reads
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 7
     assert "[1] why\n" in out
     assert len(out) > 1 << 18
-    assert {line for line in out.splitlines()[:-2]} <= {"[0] " + "x" * 63, "[1] why"}
+    assert set(out.splitlines()[:-1]) == {"[0] " + "x" * 63, "[1] why"}  # the last one was cut by a signal
 
 
 def test_a_slow_reader_gets_every_line(launched: Any) -> None:
     code = "for number in range(200_000): print(number)"
     process = launched("-n", "1", "--", *PYTHON, code)
-    process.stdout.readline()
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.stdout.readline() == "[0] 0\n"
+    out = process.stdout.read()
+    assert process.wait(timeout=60) == 0
     assert out.splitlines() == [f"[0] {number}" for number in range(1, 200_000)]
