@@ -121,8 +121,8 @@ def missing_warnings(
 
 def _missing_warning(axis: str, names: Sequence[str], results: Sequence[str]) -> AuditWarning:
     what = (
-        f"no collective runs over {axis!r}, over which arguments are sharded ({_shown(names)}); a result that "
-        "is to be equal on all devices depends on them, and so is another one on each"
+        f"no collective runs over {axis!r}, over which arguments are sharded ({_shown(names)}); a result "
+        "that is to be equal on all devices depends on them, and so is another one on each"
     )
     if results:  # others are reduced
         what = (

@@ -160,6 +160,30 @@ def test_a_step_without_a_reduction_is_told(mesh) -> None:
     )
 
 
+def test_a_leaf_that_is_not_reduced_is_told_though_others_are(mesh) -> None:
+    def fn(w, x):
+        grads = jax.grad(lambda w: (w["w"] * x + w["v"] * x**2).sum())(w)
+        return {"w": lax.pmean(grads["w"], "data"), "v": grads["v"]}
+
+    [warning] = jaxsync.audit(mapped(mesh, fn), {"w": W, "v": W}, X).warnings
+    assert (warning.kind, warning.axes) == ("missing", ("data",))
+    assert warning.what == (
+        "no collective over 'data' lies between arguments that are sharded over it ([0][1]) and results that "
+        "are to be equal along it (['v']): they differ by device"
+    )
+
+
+def test_a_sum_made_of_permutes_is_not_taken_for_a_missing_one(mesh) -> None:
+    def fn(w, x):
+        total, part = w * x, w * x
+        for _ in range(3):
+            part = lax.ppermute(part, "data", [(i, (i + 1) % 4) for i in range(4)])
+            total = total + part
+        return total, lax.pmean(x, "data")
+
+    assert jaxsync.audit(mapped(mesh, fn), W, X).warnings == ()
+
+
 def test_results_that_are_sharded_like_their_rows_need_no_collective(mesh) -> None:
     step = mapped(mesh, lambda w, x: (w * x, w + 1), out=(P("data"), P()))
     assert jaxsync.audit(step, W, X).warnings == ()

@@ -180,6 +180,29 @@ def test_damage_is_named_by_its_file(tmp_path, header: RunHeader, name, old, new
     assert error.value.reason.startswith(reason)
 
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("run.json", b"\xff\xfe\x00{", "run.json is damaged: it is no JSON object with a format"),
+        ("run.json", DEEP, "run.json is damaged: it is no JSON object with a format"),
+        ("steps.jsonl", b"\xff\x00\n", "steps.jsonl is damaged in line 1"),
+        ("steps.jsonl", DEEP + b"\n", "steps.jsonl is damaged in line 1"),
+    ],
+    ids=["binary header", "deep header", "binary steps", "deep steps"],
+)
+def test_files_that_are_no_text_or_nested_too_deep_are_damaged(
+    tmp_path, header: RunHeader, name: str, content: bytes, reason: str
+) -> None:
+    write(tmp_path, header, [2.0]).close({})
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RunReadError) as error:
+        read_run(tmp_path)
+    assert error.value.reason == reason
+
+
 def test_what_is_there_instead_of_a_run_is_listed(tmp_path: Path, header: RunHeader) -> None:
     with pytest.raises(RunReadError, match=r"run\.json cannot be read: No such file or directory"):
         read_run(tmp_path / "nowhere")

@@ -24,6 +24,7 @@ from jaxsync.errors import (
     ArgumentError,
     ClosedError,
     CollectiveCountError,
+    DeletedArrayError,
     DuplicateError,
     FaultMissedError,
     GradientMismatchError,
@@ -338,6 +339,83 @@ def test_each_kind_of_difference_has_its_words(got: list[Any], want: list[Any], 
         np.array(got, kind), np.array(want, kind), rtol=1e-4, atol=1e-7, axes={"data": 4}
     )
     assert found == text
+
+
+def test_a_step_that_sends_bfloat16_passes_and_a_factor_in_it_is_seen() -> None:
+    """The gradients of devices cancel: numbers near 100, rounded by up to 0.25, have a mean near 0."""
+    rng = np.random.default_rng(0)
+    x = np.repeat([100.0, -100.0], 8)[:, None] + rng.normal(size=(16, 4))
+    params = {"w": np.ones(4, np.float32), "v": np.ones(4, np.float32)}
+    loss = lambda params, x: ((x @ params["w"]) + 3 * params["v"].sum()).mean()  # noqa: E731
+    plan = jaxsync.make_plan(
+        params, jaxsync.make_mesh({"data": 8}), config=jaxsync.SyncConfig(wire_dtype="bfloat16")
+    )
+    step = jaxsync.make_train_step(loss, optax.sgd(0.1), plan)
+    testing.assert_matches_single_device(loss, params, x.astype(np.float32), step)
+    half = lambda params, x: ((x @ params["w"]) + 1.5 * params["v"].sum()).mean()  # noqa: E731
+    found = findings(half, params, x.astype(np.float32), step)
+    assert found["grads['v']"].startswith("ratio 2, in all elements alike")
+
+
+def low_loss(params: Any, x: jax.Array) -> jax.Array:
+    """A bfloat16 model with a float32 loss, and a bias that its softmax does not depend on."""
+    logits = jnp.tanh(x @ params["w"]) * params["g"] + params["shift"]
+    return -jax.nn.log_softmax(logits)[:, 0].mean().astype(jnp.float32)
+
+
+def test_a_model_in_bfloat16_passes_and_a_wrong_leaf_of_it_does_not() -> None:
+    rng = np.random.default_rng(1)
+    shapes = {"w": (8, 5), "g": (5,), "shift": ()}
+    params = {name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for name, shape in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(32, 8)), jnp.bfloat16)
+    plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8}))
+    loss, right = mapped(jaxsync.value_and_grad(low_loss, plan), mesh=plan.mesh)(params, x)
+    testing.assert_matches_single_device(low_loss, params, x, lambda params, x: (loss, right))
+    for leaf, factor in (("w", 8), ("g", 0)):
+        wrong = {**right, leaf: right[leaf] * factor}
+        assert list(findings(low_loss, params, x, lambda params, x, wrong=wrong: wrong)) == [
+            f"grads['{leaf}']"
+        ]
+
+
+@pytest.mark.parametrize("factor", [8, 0, 1])
+def test_a_factor_is_seen_in_a_leaf_whose_gradients_are_far_smaller_than_others(factor: int) -> None:
+    params = {"w": jnp.ones(4, jnp.bfloat16), "v": jnp.zeros(4, jnp.bfloat16)}
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        w, v = params["w"].astype(jnp.float32), params["v"].astype(jnp.float32)
+        return (x @ w).mean() ** 2 + 1e-3 * v.sum()
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss)(params, x)
+        return {**grads, "v": grads["v"] * factor}
+
+    x = jnp.ones((16, 4))
+    if factor == 1:
+        testing.assert_matches_single_device(loss, params, x, step, min_devices=1)
+    else:
+        assert findings(loss, params, x, step)["grads['v']"].startswith(f"ratio {factor}")
+
+
+def test_float32_parameters_of_a_model_that_computes_in_bfloat16_pass() -> None:
+    params = {"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)}
+    x = np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        out = jnp.tanh(x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16))
+        return (out**2).mean().astype(jnp.float32)
+
+    plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8}))
+    testing.assert_matches_single_device(loss, params, x, jaxsync.make_train_step(loss, optax.sgd(0.1), plan))
+
+
+def test_parameters_and_batches_that_were_donated_are_named() -> None:
+    gone = jnp.ones(2)
+    gone.delete()
+    for params, x, name in (({"w": gone}, ROWS, "params['w']"), (W, gone, "batch")):
+        with pytest.raises(DeletedArrayError) as caught:
+            testing.assert_matches_single_device(summed, params, x, mapped(jax.grad(summed)))
+        assert caught.value.leaves == (name,)
 
 
 def test_collectives_are_counted_by_kind() -> None:

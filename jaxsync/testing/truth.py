@@ -19,11 +19,11 @@ _NOISE_MARGIN = 8.0  # one measured difference of two roundings is small by chan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What computing a batch in parts tells of one leaf, in units of its largest gradients.
+    """What computing a batch in parts tells of the loss, or of one gradient.
 
     Attributes:
         spread: The largest sum of the parts' absolute values, weighted as the parts are.
-        noise: How far the sum of the parts is from the whole.
+        noise: 8 times the largest difference between the weighted sum of the parts and the whole.
     """
 
     spread: float
@@ -85,10 +85,11 @@ class SingleDevice:
         whole = float(self._raw["loss"].real)
         # The loss of all rows is the mean of the parts' or their sum, whichever is closer.
         weight = min(1 / len(parts), 1.0, key=lambda weight: abs(weight * total - whole))
-        return {path: self._rounding(path, [part[path] for part in parts], weight) for path in self.whole}
+        return {path: self._rounding(path, [part[path] for part in parts], weight) for path in self._raw}
 
     def _rounding(self, path: str, parts: list[Values], weight: float) -> Rounding:
-        raw, whole = self._raw[path], self.whole[path]
+        raw = self._raw[path]
+        whole = self.whole.get(path, raw)
         spread = weight * sum(np.abs(part) for part in parts)
         noise = np.abs(weight * sum(parts) - raw)
         # What `then` does to a leaf, such as clipping, it does to its rounding.

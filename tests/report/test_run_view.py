@@ -161,3 +161,27 @@ def test_the_text_is_one_aligned_line_a_figure(stalls: tuple[str, ...]) -> None:
     }
     assert len(columns) == 1
     assert lines[len(lines) - len(stalls) :] == [f"stall: {stall}" for stall in stalls]
+
+
+def test_a_page_of_many_steps_is_no_larger_than_one_of_a_few_thousand() -> None:
+    """Every second step is not finite: as many marks, and breaks of the line, as there are steps."""
+    losses = [math.nan if index % 2 else 1 / (index + 1) for index in range(20_000)]
+    sizes = []
+    for number in (4000, 20_000):
+        steps = make_steps(*losses[:number])
+        sizes.append(len(make_view(steps=steps, spans=step_spans(steps)).to_page()))
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_spans_of_very_many_steps_are_joined() -> None:
+    steps = tuple(
+        StepRecord(step=number, loss=1.0, steps_per_s=None, finite=number != 4, at_s=float(number))
+        for number in range(1, 100_003)
+    )
+    spans = step_spans(steps)
+    assert len(spans) == 50_001
+    assert [(span.name, span.kind, span.took_s) for span in spans[:3]] == [
+        ("steps 1 to 2", "step", 2.0),
+        ("steps 3 to 4", "trouble", 2.0),
+        ("steps 5 to 6", "step", 2.0),
+    ]
