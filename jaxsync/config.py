@@ -33,7 +33,8 @@ class SyncConfig:
             mean overflow; microbatches and weights can.
         fuse_max_bytes: A leaf of more bytes (in its reduce dtype, per device) travels alone: to flatten it
             would cost more than it saves.
-        bucket_max_leaves: At most so many leaves are fused into one bucket; more cost compile time.
+        bucket_max_leaves: At most so many leaves are fused into one bucket; more cost compile time. Between
+            CPU processes eight times as many, since each collective costs more there.
         bucket_max_bytes: At most so many bytes are fused into one bucket.
         shard_min_bytes: `shard_optimizer` keeps the state of a smaller bucket whole on every device.
         reshard_after_forward: For parameters that are sharded over a data axis. False: each is gathered once

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxsync.buckets import Bucket, make_buckets
 from jaxsync.config import SyncConfig
 from jaxsync.errors import ArgumentError, ConfigError
-from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh
+from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh, uses_gloo
 from jaxsync.params import Leaf, make_leaves
 from jaxsync.report import format_bytes, format_count
 from jaxsync.report.bucket_map import draw_buckets
@@ -186,7 +186,7 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
     _check_arguments(mesh, config)
     check_axes(mesh, config.axes)
     leaves, treedef = make_leaves(params, mesh, specs, config.axes)
-    buckets = make_buckets(leaves, config)
+    buckets = make_buckets(leaves, config, is_over_gloo=uses_gloo(mesh))
     return SyncPlan(
         mesh=mesh,
         config=config,

@@ -6,12 +6,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxsync import SyncConfig, make_mesh, make_plan
+from jaxsync.buckets import make_buckets
 
 leaf = st.tuples(
     st.lists(st.integers(0, 40), max_size=3).map(tuple),
@@ -75,3 +77,11 @@ def test_bytes_are_those_of_one_shard_and_model_shards_stay_apart() -> None:
     mesh = make_mesh({"data": 4, "model": 2})
     plan = make_plan([jnp.ones((4, 2)), jnp.ones(4)], mesh, [P("model"), P()])
     assert [(b.leaves, b.num_elements) for b in plan.buckets] == [((0,), 4), ((1,), 4)]
+
+
+def test_between_cpu_processes_a_bucket_holds_more_leaves() -> None:
+    leaves = make_plan([np.zeros(3, np.float32)] * 600, make_mesh({"data": 2})).leaves
+    config = SyncConfig(bucket_max_leaves=32)
+    sizes = [len(bucket.leaves) for bucket in make_buckets(leaves, config, is_over_gloo=True)]
+    assert sizes == [256, 256, 88]
+    assert max(len(bucket.leaves) for bucket in make_buckets(leaves, config)) == 32

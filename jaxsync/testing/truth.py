@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +53,14 @@ class SingleDevice:
         self._leaves, self._treedef = jax.tree.flatten(params)
         self._is_trained = [is_differentiable(x) for x in self._leaves]
         self._trained = [x for x, yes in zip(self._leaves, self._is_trained, strict=True) if yes]
-        traced = jax.jit(jax.value_and_grad(lambda trained: self._loss(trained, batch))).trace(self._trained)
+        # No lambda: it would stand in the traceback of what the user's loss raises.
+        loss = functools.partial(self._loss, batch=batch)
+        traced = jax.jit(jax.value_and_grad(loss)).trace(self._trained)
         self.eps = _lowest_eps(traced.jaxpr)
-        loss, found = traced.lower().compile()(self._trained)
+        value, found = traced.lower().compile()(self._trained)
         tree = self._tree(found)
-        self._raw = _on_host_by_path(loss, tree)
-        self.whole = self._raw if then is None else _on_host_by_path(loss, then(tree))
+        self._raw = _on_host_by_path(value, tree)
+        self.whole = self._raw if then is None else _on_host_by_path(value, then(tree))
 
     def _loss(self, trained: list[Any], batch: Any) -> Any:
         __tracebackhide__ = True
