@@ -166,12 +166,10 @@ def main() -> int:
             rows.append(measure.run_worker(__file__, options))
             advance(f"{leaves} leaves, {devices} devices")
     judged = verdicts(rows)
-    if arguments.json:
-        targets = [verdict.as_dict() for verdict in judged]
-        measure.print_result("dispatch", {"repeats": arguments.repeats}, {"rows": rows, "targets": targets})
-    else:
-        print_rows(rows)
-        measure.print_verdicts(judged)
+    settings = {"repeats": arguments.repeats}
+    measure.publish(
+        "dispatch", settings, {"rows": rows}, judged, lambda: print_rows(rows), as_json=arguments.json
+    )
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import json
@@ -144,6 +145,38 @@ def machine() -> dict[str, Any]:
 def print_result(name: str, settings: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     """One JSON object on stdout, as `report.py` reads it."""
     print(json.dumps({"benchmark": name, "machine": machine(), "settings": dict(settings), **result}))
+
+
+def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Gives arguments that are None their defaults, which depend on other arguments."""
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+
+
+def publish(
+    name: str,
+    settings: Mapping[str, Any],
+    result: Mapping[str, Any],
+    judged: Sequence[Verdict],
+    show: Callable[[], None],
+    *,
+    as_json: bool,
+) -> None:
+    """Prints the result with the verdicts as JSON; or as tables, of which `show` prints the first."""
+    if as_json:
+        print_result(name, settings, {**result, "targets": [verdict.as_dict() for verdict in judged]})
+        return
+    show()
+    if judged:
+        print_verdicts(judged)
+
+
+def exit_status(failed: Mapping[str, str]) -> int:
+    """1 if rows failed, which are then named on stderr; else 0."""
+    for name, error in failed.items():
+        print(f"{name} failed. {error}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -169,9 +169,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    measure.fill_in(arguments, QUICK if arguments.quick else FULL)
     return arguments
 
 
@@ -183,12 +181,10 @@ def main() -> int:
         return 0
     rows = measure_rows(arguments.models, arguments.devices)
     judged = list(verdicts(rows))
-    if arguments.json:
-        targets = [verdict.as_dict() for verdict in judged]
-        measure.print_result("memory", {"quick": arguments.quick}, {"rows": rows, "targets": targets})
-    else:
-        print_rows(rows)
-        measure.print_verdicts(judged)
+    settings = {"quick": arguments.quick}
+    measure.publish(
+        "memory", settings, {"rows": rows}, judged, lambda: print_rows(rows), as_json=arguments.json
+    )
     return 0
 
 

@@ -32,10 +32,9 @@ from typing import Any
 import measure
 import network
 from group import Group, GroupError
+from group_jax import BOTH, FLOOR, JIT, LEVELS, OURS, TREE, WIRE
 from measure import Spread, Verdict
 
-FLOOR, TREE, JIT, OURS = "no sync", "jax, pmean(tree)", "jax, jit", "jaxsync"
-WIRE, LEVELS, BOTH = "jaxsync, bfloat16 wire", "jaxsync, two levels", "jaxsync, two levels, bfloat16 wire"
 DDP, DDP_FP16 = "torch DDP", "torch DDP, float16 hook"
 ROUNDED = (WIRE, BOTH, DDP_FP16)
 STEPS_BEFORE = 3
@@ -273,9 +272,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     usual: dict[str, Any] = {"processes": [2, 4], "repeats": 15}
     usual["models"] = ["small", "medium"] if arguments.network else ["small", "large"]
     quick = {"processes": [2], "models": ["small"], "repeats": 2}
-    for name, value in (quick if arguments.quick else usual).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    measure.fill_in(arguments, quick if arguments.quick else usual)
     return arguments
 
 
@@ -286,18 +283,12 @@ def main() -> int:
         print("PyTorch is not installed: its forms are missing (pip install torch).", file=sys.stderr)
     rows, failed = measure_rows(arguments)
     judged = verdicts(rows)
-    if arguments.json:
-        names = ("repeats", "budget_s", "quick", "network")
-        settings = {name: getattr(arguments, name) for name in names}
-        targets = [verdict.as_dict() for verdict in judged]
-        measure.print_result("multiprocess", settings, {"rows": rows, "targets": targets, "failed": failed})
-    else:
-        print_rows(rows)
-        if judged:
-            measure.print_verdicts(judged)
-    for name, error in failed.items():
-        print(f"{name} failed. {error}", file=sys.stderr)
-    return 1 if failed else 0
+    settings = {name: getattr(arguments, name) for name in ("repeats", "budget_s", "quick", "network")}
+    result = {"rows": rows, "failed": failed}
+    measure.publish(
+        "multiprocess", settings, result, judged, lambda: print_rows(rows), as_json=arguments.json
+    )
+    return measure.exit_status(failed)
 
 
 if __name__ == "__main__":

@@ -203,12 +203,8 @@ def main() -> int:
     jaxsync.simulate_devices(LEAVES_DEVICES)
     result = measure_all(arguments)
     judged = verdicts(result)
-    if arguments.json:
-        targets = [verdict.as_dict() for verdict in judged]
-        measure.print_result("scale", {"repeats": arguments.repeats}, result | {"targets": targets})
-    else:
-        print_tables(result)
-        measure.print_verdicts(judged)
+    settings = {"repeats": arguments.repeats}
+    measure.publish("scale", settings, result, judged, lambda: print_tables(result), as_json=arguments.json)
     return 0
 
 

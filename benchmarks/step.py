@@ -308,9 +308,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "repeats": 21,
         "compiles": 3,
     }
-    for name, value in (QUICK if arguments.quick else full).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    measure.fill_in(arguments, QUICK if arguments.quick else full)
     return arguments
 
 
@@ -323,16 +321,10 @@ def main() -> int:
         return 0
     rows, failed = measure_rows(arguments)
     judged = verdicts(rows)
-    if arguments.json:
-        settings = {name: getattr(arguments, name) for name in ("repeats", "compiles", "budget_s", "quick")}
-        targets = [verdict.as_dict() for verdict in judged]
-        measure.print_result("step", settings, {"rows": rows, "targets": targets, "failed": failed})
-    else:
-        print_rows(rows)
-        measure.print_verdicts(judged)
-    for name, error in failed.items():
-        print(f"{name} failed. {error}", file=sys.stderr)
-    return 1 if failed else 0
+    settings = {name: getattr(arguments, name) for name in ("repeats", "compiles", "budget_s", "quick")}
+    result = {"rows": rows, "failed": failed}
+    measure.publish("step", settings, result, judged, lambda: print_rows(rows), as_json=arguments.json)
+    return measure.exit_status(failed)
 
 
 if __name__ == "__main__":

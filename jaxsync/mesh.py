@@ -64,6 +64,12 @@ def axis_sizes(mesh: AnyMesh) -> dict[str, int]:
     return dict(mesh.shape)
 
 
+def num_devices(mesh: AnyMesh, axes: Sequence[str]) -> int:
+    """How many devices lie along these axes: the product of their sizes."""
+    sizes = axis_sizes(mesh)
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def format_mesh(mesh: AnyMesh) -> str:
     """The axes and sizes of a mesh, as `data=4, model=2`."""
     return ", ".join(f"{name}={size}" for name, size in axis_sizes(mesh).items())

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxsync.buckets import Bucket, make_buckets
 from jaxsync.config import SyncConfig
 from jaxsync.errors import ArgumentError, ConfigError
-from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh, uses_gloo
+from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh, num_devices, uses_gloo
 from jaxsync.params import Leaf, make_leaves
 from jaxsync.report import format_bytes, format_count
 from jaxsync.report.bucket_map import draw_buckets
@@ -62,11 +62,7 @@ class SyncPlan:
     @property
     def num_replicas(self) -> int:
         """How many gradients are summed into one: the product of the data axes."""
-        sizes = axis_sizes(self.mesh)
-        total = 1
-        for axis in self.data_axes:
-            total *= sizes[axis]
-        return total
+        return num_devices(self.mesh, self.data_axes)
 
     @property
     def specs(self) -> Any:

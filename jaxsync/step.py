@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -29,8 +28,9 @@ from jaxsync.ingraph.packed import Layout, Packed
 from jaxsync.ingraph.sharded import ShardedOptimizer
 from jaxsync.ingraph.shards import Shard, is_shard
 from jaxsync.mesh import format_mesh
-from jaxsync.multiprocess.agreement import mesh_processes
+from jaxsync.multiprocess.agreement import digest_of, mesh_processes
 from jaxsync.multiprocess.consent import Consent, agree_on_values
+from jaxsync.multiprocess.values import value_digest
 from jaxsync.placement import (
     abstract_params,
     batch_spec,
@@ -128,7 +128,8 @@ class TrainStep:
         placed = jax.tree.unflatten(self.plan.treedef, place_leaves(leaves, self.plan))
         make = jax.jit(self._make_state, out_shardings=self._state_shardings(placed))
         state: TrainState = make(placed)
-        self._opt_structures.append(jax.tree.structure(state.packed_opt_state))
+        if not self._opt_structures:
+            self._opt_structures.append(jax.tree.structure(state.packed_opt_state))
         # Until the copies are made JAX reads the caller's NumPy arrays, which may change once this returns.
         jax.block_until_ready(state)
         return state
@@ -183,11 +184,11 @@ class TrainStep:
                 f"state{jax.tree_util.keystr(path)}": f"{x.dtype}{list(x.shape)}"
                 for path, x in jax.tree_util.tree_leaves_with_path(state)
             }
-            rows_here = [np.asarray(x).tobytes() for x in rows if not isinstance(x, jax.Array)]
+            values = [value_digest(np.asarray(x)) for x in rows if not isinstance(x, jax.Array)]
             return {
                 "call": f"number {self._num_calls}",
                 "batch": ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds),
-                "values of the batch's host arrays": hashlib.sha256(b"".join(rows_here)).hexdigest()[:16],
+                "values of the batch's host arrays": digest_of(values)[:16],
                 **held,
             }
 
@@ -198,9 +199,7 @@ class TrainStep:
 
         def facts() -> dict[str, str]:
             text = self._compiled.lower(state, batch).as_text()
-            return {
-                "loss function and optimizer, as compiled": hashlib.sha256(text.encode()).hexdigest()[:16]
-            }
+            return {"loss function and optimizer, as compiled": digest_of(text)[:16]}
 
         self._consent.ask("the program of the training step", facts, key=("program", kinds))
 
@@ -234,17 +233,23 @@ class TrainStep:
         >>> compiled.memory_analysis().argument_size_in_bytes  # of a device: 24 floats, 2 rows, a step number
         164
         """
-        placed = jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
-            abstract_params(self.plan),
-            self.plan.specs,
-        )
+        params = self._abstract_params()
         state: TrainState = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._make_state, placed),
-            self._state_shardings(placed),
+            jax.eval_shape(self._make_state, params),
+            self._state_shardings(params),
         )
         return state
+
+    def _abstract_params(self) -> Any:
+        params = abstract_params(self.plan)
+        if self._is_pmap:  # whose traces know no mesh
+            return params
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)),
+            params,
+            self.plan.specs,
+        )
 
     @functools.cached_property
     def _layout(self) -> Layout:
@@ -333,14 +338,17 @@ class TrainStep:
             match_tree(state.params, self.plan, "state.params")  # says which leaf differs, if one does
             problem = "state.params is not kept as this step keeps it: start from step.init(state.params)"
             raise TreeMismatchError(problems=(problem,))
-        found = jax.tree.structure(state.packed_opt_state)
-        if found not in self._opt_structures:
-            made = jax.eval_shape(self._make_state, abstract_params(self.plan))
-            self._opt_structures.append(jax.tree.structure(made.packed_opt_state))
-        if found not in self._opt_structures:
+        if not self._knows(state.packed_opt_state):
             problem = "state.opt_state is that of another optimizer: start from step.init(state.params)"
             raise TreeMismatchError(problems=(problem,))
         return state.packed_params
+
+    def _knows(self, opt_state: Any) -> bool:
+        """Whether it has the structure of the optimizer's first state, or of one that its update returned."""
+        if not self._opt_structures:
+            made = jax.eval_shape(self._make_state, self._abstract_params())
+            self._opt_structures.append(jax.tree.structure(made.packed_opt_state))
+        return jax.tree.structure(opt_state) in self._opt_structures
 
     def _sync(self, packed: Packed, batch: Any) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
         """On one device: its rows -> synced gradients, packed like the parameters, and metrics."""
@@ -400,7 +408,8 @@ class TrainStep:
             )
         if self._sharded is not None:
             new = self._sharded.gather(new)
-        self._opt_structures.append(jax.tree.structure(opt_state))
+        if not self._knows(opt_state):
+            self._opt_structures.append(jax.tree.structure(opt_state))
         return TrainState(step=state.step + 1, packed_params=new, packed_opt_state=opt_state), metrics
 
     def _place_batch(self, batch: Any) -> Any:

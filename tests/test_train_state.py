@@ -153,3 +153,5 @@ def test_the_abstract_state_of_sharded_parameters_is_made_on_explicit_meshes() -
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert x.sharding.shard_shape(x.shape) == y.sharding.shard_shape(y.shape)
+    again = jaxsync.make_train_step(lambda p, b: jnp.mean(b @ p["w"]) + p["t"].sum(), tx, plan)
+    assert int(again(made, np.ones((16, 3), np.float32))[0].step) == 1  # the structure it has not made itself

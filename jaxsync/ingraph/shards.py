@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
-from jaxsync.ingraph.transport import scatter_rows
-from jaxsync.mesh import axis_sizes
+from jaxsync.ingraph.transport import pad_to_rows, scatter_rows
+from jaxsync.mesh import num_devices
 from jaxsync.params import spec_axes
 from jaxsync.plan import SyncPlan
 
@@ -58,7 +58,7 @@ class Cut:
     @property
     def num_parts(self) -> int:
         """How many parts there are."""
-        return _num_devices(self.plan, self.axes)
+        return num_devices(self.plan.mesh, self.axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -92,17 +92,15 @@ class Cut:
         leaf = self.plan.leaves[self.slot[0]]
         if self.dims:
             return leaf.shape
-        return (_num_devices(self.plan, spec_axes(self.spec)) * self.part_size, *self.part_shape[1:])
+        return (num_devices(self.plan.mesh, spec_axes(self.spec)) * self.part_size, *self.part_shape[1:])
 
     def to_rows(self, array: jax.Array) -> jax.Array:
         """The parts of an array that one device holds whole, flat, as the rows of a matrix."""
         if not self.dims:
-            flat = array.ravel()
-            padded = jnp.pad(flat, (0, self.num_parts * self.part_size - flat.size))
-            return padded.reshape(self.num_parts, self.part_size)
+            return pad_to_rows(array.ravel(), self.num_parts)
         split_shape: list[int] = []
         fronts, rest = [], []
-        numbers = {dim: _num_devices(self.plan, axes) for dim, axes in self.dims}
+        numbers = {dim: num_devices(self.plan.mesh, axes) for dim, axes in self.dims}
         for dim, size in enumerate(self.local_shape):
             if dim in numbers:
                 fronts.append(len(split_shape))
@@ -115,18 +113,13 @@ class Cut:
         """The array whose parts these are."""
         if not self.dims:
             return lax.slice(rows.ravel(), (0,), (math.prod(self.local_shape),)).reshape(self.local_shape)
-        numbers = [_num_devices(self.plan, axes) for _, axes in self.dims]
+        numbers = [num_devices(self.plan.mesh, axes) for _, axes in self.dims]
         order: list[int] = []
         place_of = {dim: k for k, (dim, _) in enumerate(self.dims)}
         for dim in range(len(self.local_shape)):
             order += [place_of[dim]] if dim in place_of else []
             order.append(len(numbers) + dim)
         return rows.reshape(*numbers, *self.part_shape).transpose(order).reshape(self.local_shape)
-
-
-def _num_devices(plan: SyncPlan, axes: Sequence[str]) -> int:
-    sizes = axis_sizes(plan.mesh)
-    return math.prod(sizes[axis] for axis in axes)
 
 
 def spec_cuts(plan: SyncPlan) -> tuple[Cut, ...]:

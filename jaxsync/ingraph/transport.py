@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsync.mesh import axis_sizes, uses_gloo
+from jaxsync.mesh import num_devices, uses_gloo
 from jaxsync.plan import SyncPlan
 
 
@@ -89,10 +88,12 @@ def _sum_narrowed(flat: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.A
 
 
 def _rows(flat: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
-    """A flat array, padded with zeros, as a matrix with a row for each device along `axes`."""
-    sizes = axis_sizes(plan.mesh)
-    num_rows = math.prod(sizes[axis] for axis in axes)
-    return jnp.pad(flat, (0, -flat.size % num_rows)).reshape(num_rows, -1)
+    return pad_to_rows(flat, num_devices(plan.mesh, axes))
+
+
+def pad_to_rows(flat: jax.Array, num_rows: int) -> jax.Array:
+    """A flat array, padded with zeros, as a matrix with so many rows."""
+    return jnp.pad(flat, (0, -flat.size % num_rows)).reshape(num_rows, -(-flat.size // num_rows))
 
 
 def _gather(share: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -32,17 +32,21 @@ def agree_on_values(subject: str, tree: Any, shardings: Sequence[Any]) -> None:
     processes = sorted({device.process_index for device in devices})
     if len(processes) < 2:
         return
-    facts = {
-        f"value of {jax.tree_util.keystr(path)}": f"bits {value_digest(_bits(x))}"
+    facts = _value_facts(
+        (jax.tree_util.keystr(path), _bits(x))
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if not isinstance(x, jax.Array) or x.is_fully_addressable
-    }
+    )
     agree(subject, digest_of(sorted(facts.items())), lambda: facts, processes, patience_s())
 
 
 def _bits(x: Any) -> Any:
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def _value_facts(values: Iterable[tuple[str, Any]]) -> Facts:
+    return {f"value of {path}": f"bits {value_digest(value)}" for path, value in values}
 
 
 class Consent:
@@ -108,12 +112,7 @@ class Consent:
             self.ask("the parameters", dict)
             sent = broadcast(values, self._mesh)
         else:
-            self.ask("the values of the parameters", lambda: self._value_facts(values))
+            paths = [leaf.path for leaf in self._plan.leaves]
+            self.ask("the values of the parameters", lambda: _value_facts(zip(paths, values, strict=True)))
             sent = values
         return [restore(value, x) for x, value in zip(leaves, sent, strict=True)]
-
-    def _value_facts(self, values: Sequence[Any]) -> Facts:
-        return {
-            f"value of {leaf.path}": f"bits {value_digest(value)}"
-            for leaf, value in zip(self._plan.leaves, values, strict=True)
-        }
