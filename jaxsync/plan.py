@@ -109,7 +109,7 @@ class SyncPlan:
             counts.append(format_count(self.num_reduce_scatters, "reduce-scatter"))
         mesh = format_mesh(self.mesh)
         return PlanRows(
-            title=f"SyncPlan over mesh ({mesh}), {self.config.reduce} over {self.data_axes}",
+            title=f"SyncPlan over mesh ({mesh}), {self.config.reduce} over {', '.join(self.data_axes)}",
             summary=f"{', '.join(counts)}, {format_bytes(self.num_bytes)} a step and device",
             fingerprint=self.fingerprint,
             buckets=tuple(self._row(bucket) for bucket in self.buckets),

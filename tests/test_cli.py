@@ -99,7 +99,7 @@ def test_a_number_that_is_not_finite_is_null_in_json(capsys: pytest.CaptureFixtu
 def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", DIGITS, "--dry-run", "--set", "train.steps=1000000000"]) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[0] == "SyncPlan over mesh (data=8), mean over ('data',)"
+    assert out.splitlines()[0] == "SyncPlan over mesh (data=8), mean over data"
     assert "6 leaves (0 pass through), 2 buckets, 1 all-reduce, 198.5 KiB a step and device" in out
     assert err == ""
 

@@ -49,7 +49,7 @@ def test_the_fingerprint_does_not_depend_on_the_hash_seed(run_python) -> None:
 def test_printing_a_plan_shows_buckets_bytes_and_totals() -> None:
     plan = make_plan(TREE, make_mesh({"data": 8}))
     assert str(plan).splitlines() == [
-        "SyncPlan over mesh (data=8), mean over ('data',)",
+        "SyncPlan over mesh (data=8), mean over data",
         "bucket  leaves  axes  wire                 elements  bytes  first leaf",
         "------  ------  ----  -------------------  --------  -----  ----------",
         "     0       1  data  bfloat16 as float32         3   12 B  ['b']",

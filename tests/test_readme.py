@@ -14,7 +14,7 @@ def test_the_example_runs_as_it_stands(run_python) -> None:
     done = run_python(example)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "SyncPlan over mesh (data=8), mean over ('data',)"
+    assert lines[0] == "SyncPlan over mesh (data=8), mean over data"
     [loss] = [float(line) for line in lines if re.fullmatch(r"[\d.e-]+", line)]
     assert loss < 1e-4
     assert sum(line.startswith("all-reduce") for line in lines) == 1

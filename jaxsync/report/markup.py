@@ -17,9 +17,11 @@ _FRAGMENT_STYLE = """
 font:14px/1.5 system-ui,sans-serif;color:inherit;max-width:60rem}
 .jaxsync h2{font-size:1.15em;margin:1.6em 0 .4em}
 .jaxsync p{margin:.4em 0}
+.jaxsync p,.jaxsync li{overflow-wrap:anywhere}
 .jaxsync table{border-collapse:collapse;margin:.4em 0;color:inherit}
 .jaxsync th,.jaxsync td{padding:.15em .8em .15em 0;text-align:left;vertical-align:top;
-border-bottom:1px solid var(--jx-line);overflow-wrap:anywhere;background:none}
+border-bottom:1px solid var(--jx-line);background:none}
+.jaxsync th{white-space:nowrap}
 .jaxsync td.number,.jaxsync th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .jaxsync pre{background:var(--jx-soft);color:inherit;padding:.6em;overflow-x:auto;font-size:12px}
 .jaxsync svg{display:block;max-width:100%;height:auto}
@@ -31,7 +33,7 @@ _PAGE_STYLE = """
 @media (prefers-color-scheme:dark){:root{--jx-ink:#e6edf3;--jx-paper:#0d1117}}
 body{margin:2rem auto;max-width:60rem;padding:0 1rem;color:var(--jx-ink);background:var(--jx-paper);
 font:14px/1.5 system-ui,sans-serif}
-h1{font-size:1.5em}
+h1{font-size:1.5em;overflow-wrap:anywhere}
 """
 
 
