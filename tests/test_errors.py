@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,17 @@ EXAMPLES = [
         "To fix it: call jaxsync.simulate_devices(n) once, before anything makes an array or lists devices, "
         "and restart the process (in Jupyter: the kernel). JAX_DEBUG_LOG_MODULES=jax._src.xla_bridge shows "
         "when the backend starts.",
+    ),
+    (
+        errors.BackendStartedError(
+            asked=8,
+            found="jaxsync launch --devices-per-process has given this process 2",
+            by_launcher=True,
+        ),
+        RuntimeError,
+        "Cannot simulate 8 CPU devices: jaxsync launch --devices-per-process has given this process 2.\n"
+        "To fix it: launch with --devices-per-process 8; or without it, and the script's own "
+        "jaxsync.simulate_devices decides.",
     ),
     (
         errors.DeviceCountError(asked=8, found=1, platform="platform cpu"),
@@ -427,6 +440,20 @@ EXAMPLES = [
         "that has only its own rows: jax.make_array_from_process_local_data(sharding, rows).",
     ),
     (
+        errors.DisagreementError(
+            subject="the leaves of step 3",
+            differences=("leaf ['b']: announced in process 0; none in process 1",),
+            is_late=True,
+        ),
+        ValueError,
+        "The processes do not agree on the leaves of step 3: some launched a program to which others never "
+        "came.\n"
+        "  - leaf ['b']: announced in process 0; none in process 1\n"
+        "To fix it: run the same program, with the same versions, configuration and order of devices, in "
+        "every process. A batch of host arrays is the whole batch, the same in all of them; for a process "
+        "that has only its own rows: jax.make_array_from_process_local_data(sharding, rows).",
+    ),
+    (
         errors.ForeignDeviceError(function="submit_gradient_sync", device="TFRT_CPU_2", owner=1, process=0),
         ValueError,
         "submit_gradient_sync: TFRT_CPU_2 belongs to process 1, and this is process 0.\n"
@@ -593,6 +620,26 @@ CLASSES = [
 
 def test_every_class_has_an_example() -> None:
     assert {type(error) for error, _, _ in EXAMPLES} == set(CLASSES)
+
+
+def test_every_class_is_exported_and_shows_where_it_is_imported_from() -> None:
+    modules = [
+        importlib.import_module(f"jaxsync.errors.{module.name}")
+        for module in pkgutil.iter_modules(errors.__path__)
+    ]
+    written = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, errors.JaxsyncError)
+    }
+    assert written == {getattr(errors, name) for name in errors.__all__} == {errors.JaxsyncError, *CLASSES}
+    assert {cls.__module__ for cls in written} == {"jaxsync.errors"}
+
+
+def test_a_pickle_names_no_module_inside_the_package() -> None:
+    named = [type(error).__name__ for error, _, _ in EXAMPLES if b"jaxsync.errors." in pickle.dumps(error)]
+    assert named == []
 
 
 @pytest.mark.parametrize(("error", "builtin", "text"), EXAMPLES, ids=lambda x: type(x).__name__)
