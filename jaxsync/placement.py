@@ -158,7 +158,8 @@ def check_batch(batch: Any, divisor: int) -> None:
     bad = []
     for path, shape in rows.items():
         if shape[0] == 0 or shape[0] % divisor:
-            bad.append((path, str(shape), f"{shape[0]} rows are no multiple of it"))
+            count = f"{shape[0]} rows are no multiple of it" if shape[0] else "it has no rows"
+            bad.append((path, str(shape), count))
         elif shape[0] != usual:
             bad.append((path, str(shape), f"{shape[0]} rows, where other leaves have {usual}"))
     if bad:

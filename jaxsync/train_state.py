@@ -19,6 +19,7 @@ from jaxsync.host.launcher import check_not_deleted, process_launcher, resolve_w
 from jaxsync.ingraph.packed import Packed, is_packed, split, unpack_all
 from jaxsync.ingraph.sharded import cut_like, gather_all
 from jaxsync.ingraph.shards import Shard, holds_array, is_shard
+from jaxsync.mismatch import tree_problems
 from jaxsync.multiprocess.consent import agree_on_values
 from jaxsync.placement import put
 from jaxsync.plan import SyncPlan
@@ -251,19 +252,6 @@ def _keep_like(was: Any, piece: Any) -> Any:
 
 
 def _check_same_leaves(name: str, old: Any, new: Any) -> None:
-    have, want = (
-        {
-            jax.tree_util.keystr(path): (tuple(jnp.shape(x)), str(jnp.result_type(x)))
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (new, jax.eval_shape(lambda tree: unpack_all(gather_all(tree)), old))
-    )
-    problems = [f"{name}{path} is missing" for path in want if path not in have]
-    problems += [f"{name}{path} is not in the state" for path in have if path not in want]
-    problems += [
-        f"{name}{path} has {have[path][1]}{list(have[path][0])}; the state has {dtype}{list(shape)}"
-        for path, (shape, dtype) in want.items()
-        if path in have and have[path] != (shape, dtype)
-    ]
-    if problems:
+    wanted = jax.eval_shape(lambda tree: unpack_all(gather_all(tree)), old)
+    if problems := tree_problems(name, new, wanted, owner="the state"):
         raise TreeMismatchError(problems=tuple(problems))

@@ -90,7 +90,7 @@ def test_integer_gradients_of_a_float_leaf_are_refused() -> None:
     mapped = jax.shard_map(
         lambda x: jaxsync.sync_gradients({"w": x[0]}, plan), mesh=mesh, in_specs=P("data"), out_specs=P()
     )
-    with pytest.raises(TreeMismatchError, match="has dtype int8; the plan has float32"):
+    with pytest.raises(TreeMismatchError, match="has dtype int8; wanted float32"):
         mapped(jnp.full(4, 100, jnp.int8))
 
 

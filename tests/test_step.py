@@ -423,6 +423,19 @@ def test_a_batch_that_cannot_be_divided_is_named(transform, accumulate: int) -> 
             step(state, {"x": placed, "y": placed[:, :2]})
 
 
+def test_what_is_no_state_is_named_and_an_answer_that_was_not_unpacked_is_known() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of())
+    batch = {"x": X[:16], "y": Y[:16]}
+    with pytest.raises(ArgumentError) as caught:
+        step(PARAMS, batch)
+    assert (caught.value.got, caught.value.wanted) == ("a dict", "what step.init made")
+    state = step(step.init(PARAMS), batch)
+    with pytest.raises(
+        ArgumentError, match=r"got state = a tuple; wanted the first of the two .* state, metrics = "
+    ):
+        step(state, batch)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("transform", ["shard_map", "pmap"])
 def test_100_steps_compile_once(compiles: list[str], transform, kind: AxisType) -> None:
@@ -581,7 +594,7 @@ def test_leaves_of_different_rows_are_refused_and_not_broadcast(transform, is_pl
 
 def test_a_batch_without_rows_is_refused() -> None:
     step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of())
-    with pytest.raises(BatchError, match="0 rows are no multiple"):
+    with pytest.raises(BatchError, match=r"\['x'\] \(0, 6\): it has no rows"):
         step(step.init(PARAMS), {"x": X[:0], "y": Y[:0]})
 
 
@@ -648,7 +661,7 @@ def test_a_complex_parameter_that_the_loss_does_not_use_compiles(accumulate: int
 @pytest.mark.parametrize(
     ("update", "problem"),
     [
-        (lambda u: {"a": u["a"]}, "updates['b'] has shape none; wanted (3,)"),
+        (lambda u: {"a": u["a"]}, "updates['b'] is missing"),
         (lambda u: {"a": u["a"], "b": jnp.float32(1)}, "updates['b'] has shape (); wanted (3,)"),
         (lambda u: {**u, "c": u["a"]}, "updates['c'] is not in the plan"),
     ],
@@ -660,6 +673,77 @@ def test_an_optimizer_that_returns_another_tree_is_refused(update, problem: str)
     with pytest.raises(TreeMismatchError) as caught:
         step(step.init(params), np.ones(8, np.float32))
     assert caught.value.problems == (problem,)
+
+
+def test_an_update_may_be_a_number() -> None:
+    params = {"a": jnp.float32(1)}
+    tx = optax.GradientTransformation(lambda p: (), lambda u, s, p=None: ({"a": -0.5}, s))
+    step = jaxsync.make_train_step(lambda p, x: p["a"] * x.mean(), tx, plan_of(params=params))
+    assert float(step(step.init(params), np.ones(8, np.float32))[0].params["a"]) == 0.5
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_training_goes_on_with_another_optimizer(is_sharded: bool) -> None:
+    plan = plan_of(shard_min_bytes=0)
+    fast, slow = (
+        jaxsync.shard_optimizer(tx, plan) if is_sharded else tx for tx in (optax.adam(1e-1), optax.adam(1e-3))
+    )
+    step = jaxsync.make_train_step(loss_fn, fast, plan, accumulate=2)
+    slower = step.replace(tx=slow)
+    assert (step.tx, slower.tx, slower.plan, slower.accumulate) == (fast, slow, plan, 2)
+    state, _ = together(step, 2)
+    params, opt_state = jax.jit(alone_with)(PARAMS, [1e-1, 1e-1, 1e-3, 1e-3])
+    for _ in range(2):
+        state, _ = slower(state, BATCH)
+    check_close(state.params, params)
+    check_close(state.opt_state, opt_state)
+    step(state, BATCH)  # which stays as it was
+
+
+def alone_with(params: Any, rates: list[Any]) -> tuple[Any, Any]:
+    """The truth: parameters and state after a step of adam with each of these rates, on one device."""
+    state = optax.adam(rates[0]).init(params)
+    for rate in rates:
+        updates, state = optax.adam(rate).update(jax.grad(loss_fn)(params, BATCH), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def test_parameters_go_on_with_an_optimizer_of_another_kind() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.adam(1e-2), plan_of())
+    state, _ = together(step, 1)
+    other = step.replace(tx=optax.sgd(0.1, momentum=0.9))
+    trained, _ = other(other.init(state.params), BATCH)
+    grads = jax.jit(jax.grad(loss_fn))(jax.device_get(state.params), BATCH)
+    check_close(trained.params, jax.tree.map(lambda p, g: p - 0.1 * np.asarray(g), state.params, grads))
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+def test_other_options_make_another_step_of_the_same_loss(transform) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return (loss_fn(params, batch), batch["x"].shape[0] * 1.0), {"rows": batch["x"].shape[0] * 1.0}
+
+    step = jaxsync.make_train_step(
+        loss, optax.sgd(0.1), plan_of(2), transform=transform, has_aux=True, weighted=True
+    )
+    other = step.replace(accumulate=4, donate=False, skip_nonfinite=False)
+    state = other.init(PARAMS)
+    _, metrics = other(state, BATCH)
+    assert (float(metrics["aux"]["rows"]), step.accumulate, other.accumulate) == (6, 1, 4)
+    bad, metrics = other(state, {**BATCH, "y": np.full_like(Y, np.nan)})  # the state was not donated
+    assert not bool(metrics["finite"])
+    assert np.isnan(bad.params["b"]).all()
+    kept, metrics = step(state, {**BATCH, "y": np.full_like(Y, np.nan)})
+    assert float(metrics["aux"]["rows"]) == 24
+    np.testing.assert_array_equal(kept.params["b"], PARAMS["b"])
+
+
+def test_options_that_cannot_work_are_refused_when_they_are_replaced() -> None:
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of())
+    with pytest.raises(ArgumentError, match=r"^TrainStep\.replace got accumulate = 0; wanted an int of 1"):
+        step.replace(accumulate=0)
+    with pytest.raises(ArgumentError, match=r"^TrainStep\.replace got tx = one of another plan"):
+        step.replace(tx=jaxsync.shard_optimizer(optax.sgd(0.1), plan_of(4)))
 
 
 def test_a_factored_optimizer_trains_on_an_explicit_mesh() -> None:

@@ -341,6 +341,21 @@ def test_each_kind_of_difference_has_its_words(got: list[Any], want: list[Any], 
     assert found == text
 
 
+def test_gradients_that_the_step_would_skip_are_compared_too(standard_promotion) -> None:
+    params = {"bad": np.ones(1, np.float32), "w": np.float32(1)}
+
+    def loss_fn(params: Any, x: Any) -> jax.Array:
+        return averaged(params, x) + jnp.sqrt(params["bad"] - 1).sum()  # which has an infinite gradient
+
+    plan = jaxsync.make_plan(params, jaxsync.make_mesh({"data": 4}))
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan)
+    assert not bool(step(step.init(params), ROWS)[1]["finite"])
+    testing.assert_matches_single_device(loss_fn, params, ROWS, step)
+    doubled = findings(lambda params, x: loss_fn(params, 2 * x), params, ROWS, step)
+    assert doubled.keys() == {"loss", "grads['w']"}
+    assert doubled["grads['w']"].startswith("ratio 0.5")
+
+
 def test_a_step_that_sends_bfloat16_passes_and_a_factor_in_it_is_seen() -> None:
     """The gradients of devices cancel: numbers near 100, rounded by up to 0.25, have a mean near 0."""
     rng = np.random.default_rng(0)
@@ -580,6 +595,20 @@ def test_what_is_delayed_waits_for_its_release() -> None:
         faulty.release()
         assert [float(ticket.wait(60)["b"]) for ticket in tickets] == [0.5, 0.5]
         assert [float(ticket.wait(60)["b"]) for ticket in sync(faulty)] == [0.5, 0.5]
+    client.close()
+
+
+def test_a_long_wait_for_a_held_sync_asks_the_client_once_at_a_time() -> None:
+    client, gate, entered = start(), threading.Event(), threading.Event()
+    client.defer(lambda: (entered.set(), gate.wait(60)))
+    entered.wait(60)
+    with testing.inject_faults(client, testing.Delay(device=1, step=0)) as faulty:
+        held = sync(faulty)[1]
+        for _ in range(20):
+            assert not held.done()
+        assert "\n2 callbacks wait\n" in client.describe()
+        gate.set()
+    held.wait(60)
     client.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxsync.errors import TreeMismatchError
 from jaxsync.ingraph.axes import is_bound
 from jaxsync.mesh import axis_sizes
-from jaxsync.params import Leaf, canonical_dtype, local_shape
+from jaxsync.mismatch import leaf_problems, path_problems
+from jaxsync.params import Leaf, local_shape
 from jaxsync.plan import SyncPlan
 
 Rebuild = Callable[[Sequence[Any]], Any]
@@ -50,10 +51,9 @@ def _order_by_path(tree: Any, plan: SyncPlan, name: str) -> tuple[list[int], lis
     index_of = {leaf.path: index for index, leaf in enumerate(plan.leaves)}
     with_path = jax.tree_util.tree_leaves_with_path(tree)
     values = {jax.tree_util.keystr(path): value for path, value in with_path}
-    problems = [f"{name}{path} is not in the plan" for path in values if path not in index_of]
-    problems += [
-        f"{name}{leaf.path} is missing" for leaf in plan.leaves if leaf.is_synced and leaf.path not in values
-    ]
+    synced = [leaf.path for leaf in plan.leaves if leaf.is_synced]
+    wrong = path_problems(values, synced, owner="the plan", optional=index_of)
+    problems = [f"{name}{path} {problem}" for path, problem in wrong.items()]
     if not problems and len(values) != len(with_path):
         problems.append(f"{name} has two leaves of one path")
     if problems:
@@ -72,15 +72,10 @@ def _check_leaves(leaves: Sequence[Any], plan: SyncPlan, name: str, is_whole: bo
         raise TreeMismatchError(problems=tuple(problems))
 
 
-def _problems(leaf: Leaf, value: Any, plan: SyncPlan, is_whole: bool) -> Iterator[str]:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        yield f"is a {type(value).__name__}, no array"
-        return
-    if canonical_dtype(value) != leaf.dtype:
-        yield f"has dtype {value.dtype}; the plan has {leaf.dtype}"
-    wanted = _shapes_here(leaf, plan, is_whole)
-    if tuple(value.shape) not in wanted:
-        yield f"has shape {tuple(value.shape)}; the plan has {wanted[0]}"
+def _problems(leaf: Leaf, value: Any, plan: SyncPlan, is_whole: bool) -> list[str]:
+    shapes = _shapes_here(leaf, plan, is_whole)
+    shape = shapes[-1] if getattr(value, "shape", None) == shapes[-1] else shapes[0]
+    return leaf_problems(value, shape, leaf.dtype, is_converted=True)
 
 
 def _shapes_here(leaf: Leaf, plan: SyncPlan, is_whole: bool) -> list[tuple[int, ...]]:

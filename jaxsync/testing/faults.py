@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxsync.client import Device, SyncClient
+from jaxsync.client import SyncClient
 from jaxsync.errors import FaultMissedError, JaxsyncError, UnknownNameError
 from jaxsync.host.ticket import Ticket, raising
-from jaxsync.submission import with_paths
+from jaxsync.submission import Device, with_paths
 from jaxsync.testing.blocks import quiet
 
 Call = Literal["register", "submit", "sync"]
@@ -239,6 +239,7 @@ class _LateTicket(Ticket[Any]):
         super().__init__(what, poke=self._look, is_loop_thread=lambda: False)
         self._client = client
         self._real: Ticket[Any] | None = None  # written once, by the thread that tells the client
+        self._asked: Ticket[Any] | None = None  # of the last look; two at once ask twice, and harm nobody
         self._looking = threading.Lock()  # two threads may wait, and one of them answers
 
     def follow(self, sync: Callable[[], Ticket[Any]]) -> Ticket[Any]:
@@ -265,8 +266,10 @@ class _LateTicket(Ticket[Any]):
                 with self._looking:
                     self.answer(self._real.wait)
             return
+        if self._asked is not None and not self._asked.done():  # else a long wait would fill its line
+            return
         try:
-            self._client.defer(_nothing)  # what the client is broken by, this raises
+            self._asked = self._client.defer(_nothing)  # what the client is broken by, this raises
         except JaxsyncError as error:
             self._fail(error)
 

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 
 from jaxsync.errors import ArgumentError, GradientMismatchError, ReplicaMismatchError, TooFewDevicesError
 from jaxsync.host.launcher import check_not_deleted
-from jaxsync.ingraph.sharded import shard_optimizer
+from jaxsync.ingraph.sharded import ShardedOptimizer, shard_optimizer
 from jaxsync.mesh import axis_sizes
 from jaxsync.placement import check_replicas_equal
-from jaxsync.step import TrainStep, make_train_step
+from jaxsync.step import TrainStep
 from jaxsync.testing.comparison import Values, common_ratio, describe_difference
 from jaxsync.testing.truth import SINGLE, SingleDevice, by_path, eps_of, on_host
 
@@ -160,21 +160,10 @@ def _run(step: Any, params: Any, batch: Any, truth: SingleDevice) -> _Result:
 
 def _run_train_step(step: TrainStep, params: Any, batch: Any) -> _Result:
     __tracebackhide__ = True
-    # The step's own parts, which it does not show to others: the same step with an optimizer that keeps what
-    # it is handed.
-    plan = step.plan
-    keep = _KeepGradients()
-    probe = make_train_step(
-        step._loss_fn,
-        keep if step._sharded is None else shard_optimizer(keep, plan),
-        plan,
-        accumulate=step._accumulate,
-        donate=False,
-        transform="pmap" if step._is_pmap else "shard_map",
-        has_aux=step._has_aux,
-        weighted=step._weighted,
-        skip_nonfinite=False,
-    )
+    # The same step with an optimizer that keeps what it is handed, also of a step that would be skipped.
+    plan, keep = step.plan, _KeepGradients()
+    is_sharded = isinstance(step.tx, ShardedOptimizer)
+    probe = step.replace(tx=shard_optimizer(keep, plan) if is_sharded else keep, skip_nonfinite=False)
     state, metrics = probe(probe.init(params), batch)
     on_wire = eps_of(plan.config.wire_dtype) if plan.config.wire_dtype else 0.0
     wire = {
@@ -186,7 +175,7 @@ def _run_train_step(step: TrainStep, params: Any, batch: Any) -> _Result:
         values={"loss": metrics["loss"], **by_path(state.opt_state)},
         axes=axis_sizes(plan.mesh),
         eps=wire,
-        num_parts=plan.num_replicas * step._accumulate,
+        num_parts=plan.num_replicas * step.accumulate,
         subject="the mesh of the step",
         num_devices=plan.mesh.size,
     )
@@ -210,7 +199,8 @@ def _limits(truth: SingleDevice, result: _Result) -> dict[str, dict[str, float]]
     }
     is_low = any(each > SINGLE for each in eps.values())
     rounding = truth.measure_rounding(result.num_parts) if is_low else {}
-    sizes = [np.abs(x).max(initial=0.0) for path, x in truth.whole.items() if path != "loss"]
+    grads = [x for path, x in truth.whole.items() if path != "loss"]
+    sizes = [np.abs(x[np.isfinite(x)]).max(initial=0.0) for x in grads]
     largest = max(map(float, sizes), default=0.0)
     limits = {}
     for path, each in eps.items():

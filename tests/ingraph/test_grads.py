@@ -191,8 +191,8 @@ def test_a_tree_of_another_form_is_matched_by_path() -> None:
     [
         (lambda x: {}, "grads['w'] is missing"),
         (lambda x: {"w": x[0], "v": x}, "grads['v'] is not in the plan"),
-        (lambda x: {"w": x}, "grads['w'] has shape (1,); the plan has ()"),
-        (lambda x: {"w": x[0].astype(jnp.int8)}, "grads['w'] has dtype int8; the plan has float32"),
+        (lambda x: {"w": x}, "grads['w'] has shape (1,); wanted ()"),
+        (lambda x: {"w": x[0].astype(jnp.int8)}, "grads['w'] has dtype int8; wanted float32"),
         (lambda x: {"w": 1.0}, "grads['w'] is a float, no array"),
     ],
 )
