@@ -68,6 +68,7 @@ class Launcher:
         Raises:
             ForkedProcessError: The process is a forked child of one that has launched.
             PeerLostError: Another process broke a collective of this program or of an earlier one.
+            DisagreementError: Likewise, since it asks something that this one does not.
             Exception: What `fn` raises; or what an earlier program failed with, before `fn` is called.
         """
         self._check_fork()
@@ -99,6 +100,7 @@ class Launcher:
         Raises:
             ForkedProcessError: The process is a forked child of one that has launched.
             PeerLostError: Another process broke a collective.
+            DisagreementError: Likewise, since it asks something that this one does not.
             Exception: What a program failed with.
         """
         self._check_fork()

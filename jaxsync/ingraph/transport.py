@@ -20,8 +20,8 @@ def sum_arrays(
     The last `num_exact` arrays are small, and travel as they are.
 
     Collectives: one all-reduce of all arrays. Of those for which `is_routed`: with `inner_axis` one
-    reduce-scatter over it, one all-reduce over the other axes and one all-gather each; with `wire_dtype`
-    one all-to-all and one all-gather in place of the all-reduce.
+    reduce-scatter over it (over gloo one all-to-all), one all-reduce over the other axes and one all-gather
+    each; with `wire_dtype` one all-to-all and one all-gather in place of the all-reduce.
     """
     num_free = len(arrays) - num_exact
     routed = [k < num_free and is_routed(x, axes, plan) for k, x in enumerate(arrays)]
@@ -42,20 +42,35 @@ def is_routed(x: jax.Array, axes: Sequence[str], plan: SyncPlan) -> bool:
 def scatter_rows(rows: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
     """This device's row of the sum over devices of a matrix with a row for each device along `axes`.
 
-    Over gloo an all-to-all and a local sum stand for the reduce-scatter: gloo's own gives up when a device
-    is more than 30 s late, and takes over three times as long for large arrays. So they do with `wire_dtype`,
-    to sum in the dtype of `rows` what travels in another.
+    Over gloo an all-to-all and a local sum stand for the reduce-scatter; so they do with `wire_dtype`, to sum
+    in the dtype of `rows` what travels in another.
 
     Collectives: one reduce-scatter, or one all-to-all.
     """
-    narrowed = _is_narrowed(rows, plan)
-    if not narrowed and not uses_gloo(plan.mesh):
-        part: jax.Array = lax.psum_scatter(rows, tuple(axes), scatter_dimension=0)
-        return part
-    sent = _narrow(rows) if narrowed else rows
-    received = lax.all_to_all(sent, tuple(axes), split_axis=0, concat_axis=0)
-    total: jax.Array = (_widen(received, rows.dtype) if narrowed else received).sum(axis=0)
+    if not _is_narrowed(rows, plan):
+        return _scatter_rows(rows, axes, plan)
+    received = _widen(_send_rows(_narrow(rows), axes), rows.dtype)
+    total: jax.Array = received.sum(axis=0)
     return total
+
+
+def _scatter_rows(rows: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
+    """As `scatter_rows`, in the dtype of `rows` always."""
+    # Gloo's own reduce-scatter gives up when a device is more than 30 s late, whatever bound is set, and
+    # takes over three times as long for large arrays. The mesh decides and not the axes: in a job of several
+    # processes XLA on CPU takes gloo for devices of one process, too, with that limit (0.10.2: a device that
+    # came 33 s after the other of its process met a "Read timeout"; an all-to-all waited for it).
+    if uses_gloo(plan.mesh):
+        total: jax.Array = _send_rows(rows, axes).sum(axis=0)
+        return total
+    part: jax.Array = lax.psum_scatter(rows, tuple(axes), scatter_dimension=0)
+    return part
+
+
+def _send_rows(rows: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Each device's row for this one."""
+    received: jax.Array = lax.all_to_all(rows, tuple(axes), split_axis=0, concat_axis=0)
+    return received
 
 
 def _narrow(x: jax.Array) -> jax.Array:
@@ -72,7 +87,7 @@ def _sum_routed(x: jax.Array, axes: Sequence[str], plan: SyncPlan) -> jax.Array:
     if inner := _inner_axes(axes, plan):
         outer = tuple(axis for axis in axes if axis not in inner)
         # Each device of a host sums its own share across hosts, so that a host sends an array once.
-        share = lax.psum_scatter(_rows(flat, inner, plan), inner, scatter_dimension=0)
+        share = _scatter_rows(_rows(flat, inner, plan), inner, plan)
         share = _sum_narrowed(share, outer, plan) if _is_narrowed(share, plan) else lax.psum(share, outer)
         total = _gather(share, inner)
     else:

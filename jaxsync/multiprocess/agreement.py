@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import jax
 from jax.sharding import Mesh
 
-from jaxsync.errors import AbsentProcessError, DisagreementError, InitializationError
+from jaxsync.errors import AbsentProcessError, DisagreementError, InitializationError, JaxsyncError
+from jaxsync.host.peers import explain_losses
 from jaxsync.multiprocess.coordination import Coordination, connect
 from jaxsync.multiprocess.differences import Facts, find_differences
 from jaxsync.multiprocess.rollcall import versions
@@ -20,8 +22,30 @@ from jaxsync.plan import SyncPlan
 # What may differ: each only says how long this process waits, or how far it runs ahead.
 _LOCAL_CONFIG = ("timeout_s", "stall_warning_s", "max_in_flight")
 
+# A process that asks waits longer than a collective of those who do not, by this share: so they find out
+# first that it does not come, and can still tell it why.
+_LEEWAY = 0.25
+
+_UNASKED = "unasked"  # the digest of who answers without having asked: it equals that of nobody who has
+
 _lock = threading.Lock()  # protects _rounds, and keeps the rounds of one process in one order
 _rounds: dict[tuple[int, ...], int] = {}  # processes -> how often they have met
+_standing: dict[tuple[int, ...], Statement] = {}  # what this process would answer; any thread writes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What a process says in a round.
+
+    Attributes:
+        subject: What it is about, for people.
+        digest: Stands for the facts.
+        facts: What must be equal.
+    """
+
+    subject: str
+    digest: str
+    facts: Callable[[], Facts]
 
 
 def mesh_processes(mesh: Mesh) -> tuple[int, ...]:
@@ -85,45 +109,127 @@ def agree(
     if coordination is None:
         raise InitializationError(reason="the mesh has devices of other processes, but this one is alone")
     group = tuple(sorted(processes))
+    said = Statement(subject=subject, digest=digest_of([subject, digest]), facts=facts)
+    explain_losses(functools.partial(find_disagreement, timeout_s * _LEEWAY))
     with _lock:
-        number = _rounds[group] = _rounds.get(group, 0) + 1
-        directory = f"agree/{digest_of(group)[:16]}"
-        meeting = Meeting(coordination, f"{directory}/{number}", subject, group, timeout_s)
-        if len(set(meeting.exchange("digest", digest_of([subject, digest])).values())) > 1:
-            own = json.dumps({"call": subject, **facts()})
-            said = {process: json.loads(text) for process, text in meeting.exchange("facts", own).items()}
-            if differences := find_differences(said):  # else only in what the facts leave out
-                raise DisagreementError(subject=subject, differences=differences)
-        if coordination.process == group[0] and number > 1:
-            coordination.delete(f"{directory}/{number - 1}")  # all have met since, and so have read it
+        _take_round(coordination, group, said, timeout_s * (1 + _LEEWAY))
+
+
+def go_on(subject: str, facts: Callable[[], Facts], processes: Sequence[int]) -> None:
+    """Notes what this process goes on with and asks nobody about, since it has changed nothing.
+
+    It is what those are told who have changed something, and so ask, and do not come to where this process
+    waits for them.
+
+    Threading: any thread; does not block.
+
+    Args:
+        subject: What they would ask about.
+        facts: What this process would say; held until the next call.
+        processes: As for `agree`.
+    """
+    # Without the lock, which a thread that waits for the others holds for long: one operation on a dict.
+    _standing[tuple(sorted(processes))] = Statement(subject=subject, digest=_UNASKED, facts=facts)
+
+
+def find_disagreement(patience_s: float) -> DisagreementError | None:
+    """The error for a process that lost others because they ask something and it does not; None if not so.
+
+    They are answered, and get the error too. If one neither asks nor answers, that one is lost indeed.
+
+    Threading: blocks for the time in which the others are answered; any thread.
+
+    Args:
+        patience_s: How long to wait for those who wait like this process and have yet to find out.
+    """
+    coordination = connect()
+    if coordination is None:
+        return None
+    if not _lock.acquire(blocking=False):  # another thread of this process asks: it will be told
+        return None
+    try:
+        for group, number in list(_rounds.items()):
+            said = _standing.get(group)
+            if said is not None and coordination.list(f"{_directory(group)}/{number + 1}/digest"):
+                _take_round(coordination, group, said, patience_s)
+    except DisagreementError as error:
+        return error
+    except (JaxsyncError, RuntimeError):  # whatever keeps them from being asked: the loss is the error
+        return None
+    finally:
+        _lock.release()
+    return None
+
+
+def _take_round(
+    coordination: Coordination, group: tuple[int, ...], said: Statement, timeout_s: float
+) -> None:
+    number = _rounds[group] = _rounds.get(group, 0) + 1
+    Meeting(coordination, f"{_directory(group)}/{number}", said, group, timeout_s).hold()
+    if coordination.process == group[0] and number > 1:
+        coordination.delete(f"{_directory(group)}/{number - 1}")  # all have met since, and so have read it
+
+
+def _directory(group: tuple[int, ...]) -> str:
+    return f"agree/{digest_of(group)[:16]}"
 
 
 class Meeting:
-    """One round of an agreement."""
+    """One round of an agreement.
+
+    Args:
+        coordination: Where they meet.
+        place: A directory of its own.
+        said: What this process says.
+        group: The processes.
+        timeout_s: How long to wait for them.
+    """
 
     def __init__(
-        self, coordination: Coordination, place: str, subject: str, group: Sequence[int], timeout_s: float
+        self,
+        coordination: Coordination,
+        place: str,
+        said: Statement,
+        group: Sequence[int],
+        timeout_s: float,
     ) -> None:
         self._coordination = coordination
         self._place = place
-        self._subject = subject
+        self._said = said
         self._group = group
         self._timeout_s = timeout_s
 
-    def exchange(self, about: str, word: str) -> Mapping[int, str]:
-        """The word of each process.
+    def hold(self) -> None:
+        """Returns when all have come and said the same.
 
         Raises:
+            DisagreementError: In what they differ; also of processes that came too late for each other.
             AbsentProcessError: Names the processes that did not come.
         """
+        is_met, digests = self._exchange("digest", self._said.digest)
+        if is_met and len(set(digests.values())) == 1:
+            return
+        # Left in any case: who comes too late, because it waits for this process elsewhere, finds them there.
+        words = json.dumps({"call": self._said.subject, **self._said.facts()})
+        is_met, found = self._exchange("facts", words, is_waiting=is_met)
+        if len(digests) == len(self._group):
+            facts = {process: json.loads(text) for process, text in found.items()}
+            if differences := find_differences(facts):  # else only in what the facts leave out
+                is_late = _UNASKED in digests.values()
+                raise DisagreementError(subject=self._said.subject, differences=differences, is_late=is_late)
+        if not is_met:
+            raise self._absent(digests)
+
+    def _exchange(self, about: str, word: str, *, is_waiting: bool = True) -> tuple[bool, Mapping[int, str]]:
+        """Whether all have met, if this process waits for them; and the word of each that has left one."""
         place = f"{self._place}/{about}"
         self._coordination.put(f"{place}/{self._coordination.process}", word)
-        is_met = self._coordination.meet(place, self._group, self._timeout_s)
-        heard = {int(process): text for process, text in self._coordination.list(place).items()}
-        if is_met:
-            return heard
-        raise AbsentProcessError(
-            waited_for=f"the agreement on {self._subject}",
+        is_met = is_waiting and self._coordination.meet(place, self._group, self._timeout_s)
+        return is_met, {int(process): text for process, text in self._coordination.list(place).items()}
+
+    def _absent(self, heard: Mapping[int, str]) -> AbsentProcessError:
+        return AbsentProcessError(
+            waited_for=f"the agreement on {self._said.subject}",
             missing=tuple(process for process in self._group if process not in heard),
             num_processes=len(self._group),
             timeout_s=self._timeout_s,

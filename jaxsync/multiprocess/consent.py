@@ -12,8 +12,15 @@ from jax.sharding import Mesh
 
 from jaxsync.errors import MeshError
 from jaxsync.mesh import format_mesh
-from jaxsync.multiprocess.agreement import agree, digest_of, mesh_processes, plan_digest, plan_facts
-from jaxsync.multiprocess.differences import Facts
+from jaxsync.multiprocess.agreement import (
+    agree,
+    digest_of,
+    go_on,
+    mesh_processes,
+    plan_digest,
+    plan_facts,
+)
+from jaxsync.multiprocess.differences import ALL_ELSE, Facts
 from jaxsync.multiprocess.runtime import patience_s
 from jaxsync.multiprocess.values import broadcast, host_value, restore, value_digest
 from jaxsync.plan import SyncPlan
@@ -93,6 +100,28 @@ class Consent:
         )
         if key is not None:
             self._given.add(key)
+        call = f"none, but a program launched after the agreement on {subject}"
+        self.go_on(f"what follows {subject}", lambda: {"call": call, ALL_ELSE: "not asked about"})
+
+    def go_on(self, subject: str, facts: Callable[[], Facts]) -> None:
+        """Notes what this process does without asking, as nothing has changed: for each launch like that.
+
+        If others ask meanwhile, since something has changed there, this process waits for them in vain. Then
+        all get a DisagreementError, made of what is noted here; without it, one that only says what the
+        others asked.
+
+        Threading: any thread; does not block.
+
+        Args:
+            subject: As `ask` would have it.
+            facts: Likewise; held until the next call. It must hold no array.
+        """
+        if self.is_needed:
+            go_on(
+                subject,
+                lambda: {**plan_facts(self._plan, self._mesh), **self._options, **facts()},
+                self._processes,
+            )
 
     def share(self, leaves: Sequence[Any], *, is_broadcast: bool) -> list[Any]:
         """Parameter leaves with equal values in every process: those of the first process, or else their own.

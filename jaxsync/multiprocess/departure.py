@@ -53,6 +53,8 @@ def _leave(timeout_s: float) -> None:
             threading.Event().wait(_GRACE_S)
     except JaxsyncError as error:
         logger.warning("%s", error)
+    except KeyboardInterrupt:
+        pass  # whoever does not want to wait; what Python would print of it hides the error that matters
     let_go()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Facts = Mapping[str, str]  # what -> its value, both as people read them
+ALL_ELSE = "all else"  # stands for whatever a process does not name
 
 
 def find_differences(said: Mapping[int, Facts]) -> tuple[str, ...]:
@@ -15,6 +16,8 @@ def find_differences(said: Mapping[int, Facts]) -> tuple[str, ...]:
     Args:
         said: For each process its facts.
 
+    >>> find_differences({0: {"step": "3"}, 1: {ALL_ELSE: "unknown"}})
+    ('step: 3 in process 0; unknown in process 1',)
     >>> find_differences({0: {"jax": "0.10.2"}, 1: {"jax": "0.12.0"}, 2: {"jax": "0.10.2"}})
     ('jax: 0.10.2 in processes 0 and 2; 0.12.0 in process 1',)
     """
@@ -22,9 +25,12 @@ def find_differences(said: Mapping[int, Facts]) -> tuple[str, ...]:
     names = list(dict.fromkeys([*longest, *(name for facts in said.values() for name in facts)]))
     lines = []
     for name in names:
+        if name == ALL_ELSE:
+            continue
         sides: dict[str, list[int]] = {}
         for process in sorted(said):
-            sides.setdefault(said[process].get(name, "none"), []).append(process)
+            value = said[process].get(name, said[process].get(ALL_ELSE, "none"))
+            sides.setdefault(value, []).append(process)
         if len(sides) > 1:
             values = "; ".join(f"{value} in {_name(processes)}" for value, processes in sides.items())
             lines.append(f"{name}: {values}")

@@ -16,9 +16,10 @@ from types import FrameType
 from typing import IO
 
 from jaxsync.errors import LaunchError
+from jaxsync.multiprocess.ending import Ending, Stop
 from jaxsync.multiprocess.guardian import Guardian
 from jaxsync.multiprocess.outlet import Outlet
-from jaxsync.multiprocess.postmortem import Ending, Run
+from jaxsync.multiprocess.postmortem import Run
 
 # Whole lines of one process: its number, whether they are of stderr, the lines without their ends.
 Sink = Callable[[int, bool, Sequence[bytes]], None]
@@ -114,6 +115,7 @@ class _Child:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     code: int | None = None  # as `Ending.code`; None while it runs
     at_s: float = 0.0
+    stop: Stop | None = None  # while it stands still; kept from when the processes are being ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -243,8 +245,7 @@ class Group:
 
     def _hold_or_go_on(self) -> None:
         """Reads the processes as fast as somebody reads the outlets; always, once they are being ended."""
-        is_ending = self._is_failing or self._stopped_by is not None
-        is_held = not is_ending and any(outlet.is_full for outlet in self._outlets)
+        is_held = not self._is_ending and any(outlet.is_full for outlet in self._outlets)
         if is_held == self._is_held:
             return
         self._is_held = is_held
@@ -289,21 +290,32 @@ class Group:
             self._stop(signal.SIGPIPE)
 
     def _note_ends(self) -> None:
+        if not self._is_ending:  # all of them first, since what fails may have waited for what stands still
+            for child in self._children:
+                self._note_stop(child)
         for child in self._children:
-            if child.code is not None:
-                continue
-            # Looked at and not reaped: as long as it is there nobody else can get its number, to which
-            # signals are sent.
-            found = os.waitid(os.P_PID, child.popen.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if found is None:
+            found = None if child.code is not None else _state_of(child)
+            if found is None or found.si_code == os.CLD_STOPPED:
                 continue
             is_exit = found.si_code == os.CLD_EXITED
             child.code = found.si_status if is_exit else -found.si_status
             child.at_s = time.monotonic() - self._start_s
             self._order.append(child)
-            if child.code and not self._is_failing and self._stopped_by is None:
+            if child.code and not self._is_ending:
                 self._is_failing = True
                 self._schedule(_AFTER_FAILURE)
+
+    def _note_stop(self, child: _Child) -> None:
+        # SIGCHLD comes for these, too: when a child is stopped, and when it goes on.
+        found = None if child.code is not None else _state_of(child)
+        if found is None:
+            child.stop = None
+        elif found.si_code == os.CLD_STOPPED and child.stop is None:
+            child.stop = Stop(by=found.si_status, at_s=time.monotonic() - self._start_s)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_failing or self._stopped_by is not None
 
     def _stop(self, number: int) -> None:
         """The launcher was told to end. Told twice, it does not wait."""
@@ -339,6 +351,13 @@ class Group:
             self._guardian.release(child.popen.pid)
 
 
+def _state_of(child: _Child) -> os.waitid_result | None:
+    """That it has ended, or is stopped; None while it runs."""
+    # Looked at and not reaped: as long as it is there nobody else can get its number, to which signals are
+    # sent; and so a stop is reported for as long as it lasts.
+    return os.waitid(os.P_PID, child.popen.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | os.WNOHANG)
+
+
 def _send(child: _Child, number: int) -> None:
     # A zombie alone in its group may be told anything, except on macOS, which says PermissionError.
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -356,5 +375,6 @@ def _ending(child: _Child) -> Ending:
         code=child.code or 0,
         at_s=child.at_s,
         told=tuple(child.told),
+        stop=child.stop,
         last_lines=tuple(child.last_lines),
     )

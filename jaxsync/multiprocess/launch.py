@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxsync.devices import DEVICES_PER_PROCESS, THREADS_A_DEVICE
 from jaxsync.errors import LaunchError
 from jaxsync.host.recorder import RUN_DIR, read_events
 from jaxsync.multiprocess.group import Group, SignalPipe, Sink
@@ -22,7 +23,6 @@ from jaxsync.multiprocess.rollcall import JOB
 RESTART = "JAXSYNC_RESTART"  # in a process's environment: 0 in the first run, k in the k-th restart
 _HOST = "127.0.0.1"
 _PORTS = range(1, 1 << 16)
-_THREADS_A_DEVICE = 2  # as simulate_devices has it, which says why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def make_environments(
     """
     shared = {
         "PYTHONUNBUFFERED": "1",  # lines come when they are written, and are not lost with the process
-        **base,
+        **{name: value for name, value in base.items() if name != DEVICES_PER_PROCESS},
         "JAX_COORDINATOR_ADDRESS": f"{_HOST}:{port}",
         "JAX_COORDINATOR_BIND_ADDRESS": f"{_HOST}:{port}",  # JAX's own default is every interface
         "JAX_NUM_PROCESSES": str(config.num_processes),
@@ -159,9 +159,10 @@ def make_environments(
         RUN_DIR: run_dir,
     }
     if config.devices_per_process is not None:
-        least = _THREADS_A_DEVICE * config.devices_per_process
+        least = THREADS_A_DEVICE * config.devices_per_process
         pool = base.get("PJRT_NPROC", "")
         shared["JAX_NUM_CPU_DEVICES"] = str(config.devices_per_process)
+        shared[DEVICES_PER_PROCESS] = str(config.devices_per_process)
         shared["PJRT_NPROC"] = str(max(least, int(pool) if pool.isdigit() else os.cpu_count() or 1))
         shared.setdefault("JAX_PLATFORMS", "cpu")
     return [{**shared, "JAX_PROCESS_ID": str(process)} for process in range(config.num_processes)]

@@ -1,54 +1,26 @@
-"""What is left of a run of several processes: who ended first and how, its last words, the last events."""
+"""What is left of a run of several processes: who ended first, who stood still, their last words, events."""
 
 from __future__ import annotations
 
-import signal
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxsync.host.recorder import Event, event_facts, format_events
+from jaxsync.host.recorder import event_facts, format_events
+from jaxsync.multiprocess.ending import Ending, shell_code, signal_name
+from jaxsync.multiprocess.standstill import (
+    Standstill,
+    find_standstills,
+    format_standstills,
+    what_was_lost,
+)
 from jaxsync.report import format_table
 
-_SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended, less the signal
 _USAGE_ERROR = 2  # of argparse, of Python if there is no such script, and of jaxsync if a job cannot run
 _TEXT_EVENTS = 5  # of each process in the text; JSON has all that were kept
 _JSON_EVENTS = 50
 _MAX_PROCESSES = 8  # whose events the text shows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How one process ended.
-
-    Attributes:
-        process: Its number.
-        pid: Its process id.
-        code: Its exit code; or, if a signal ended it, minus the signal's number.
-        at_s: Seconds since the start of the run.
-        told: The signals the launcher had sent it before, oldest first.
-        last_lines: The last lines of its output, stdout and stderr together.
-        events: The last events it recorded, in seconds since the start of the run.
-    """
-
-    process: int
-    pid: int
-    code: int
-    at_s: float
-    told: tuple[int, ...] = ()
-    last_lines: tuple[str, ...] = ()
-    events: tuple[Event, ...] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """As shells have it: 128 and the signal, if a signal ended it."""
-        return self.code if self.code >= 0 else _SIGNAL_BASE - self.code
-
-    @property
-    def cause(self) -> str:
-        """Such as `exit code 1` or `SIGKILL`."""
-        return f"exit code {self.code}" if self.code >= 0 else signal_name(-self.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +45,11 @@ class Run:
         return next((ending for ending in self.endings if ending.code and not ending.told), None)
 
     @property
+    def standstills(self) -> tuple[Standstill, ...]:
+        """The processes that stood still while others waited for them."""
+        return find_standstills(self.endings, self.first_failure)
+
+    @property
     def exit_code(self) -> int:
         """That of the first process that failed; else 128 and the signal that stopped the launcher; else 0.
 
@@ -85,7 +62,7 @@ class Run:
         """
         if self.first_failure is not None:
             return self.first_failure.exit_code
-        return 0 if self.stopped_by is None else _SIGNAL_BASE + self.stopped_by
+        return 0 if self.stopped_by is None else shell_code(self.stopped_by)
 
 
 def should_restart(run: Run, max_restarts: int) -> bool:
@@ -98,44 +75,58 @@ def should_restart(run: Run, max_restarts: int) -> bool:
     return has_failed and run.restart < max_restarts
 
 
-def signal_name(number: int) -> str:
-    """Such as `SIGKILL`.
-
-    >>> signal_name(9), signal_name(250)
-    ('SIGKILL', 'signal 250')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
 def format_run(run: Run) -> str:
     """The report of a run that did not end well."""
     return "\n\n".join(_parts(run))
 
 
 def _parts(run: Run) -> Iterator[str]:
-    first = run.first_failure
-    if first is None:
-        by = "itself" if run.stopped_by is None else signal_name(run.stopped_by)
-        yield f"the run was ended by {by} after {run.took_s:.2f} s; exit code {run.exit_code}."
-    else:
-        yield (
-            f"process {first.process} (pid {first.pid}) ended first, by {first.cause}, "
-            f"{first.at_s:.2f} s after the start; exit code {run.exit_code}."
-        )
+    first, still = run.first_failure, {found.process for found in run.standstills}
+    verdict = _verdict(run)
+    yield "\n".join(filter(None, [_headline(run), verdict]))
     yield format_table(
         ["process", "ended by", "at", "the launcher had sent"], [_row(ending) for ending in run.endings]
     )
-    if first is not None:
-        yield _section(f"The last output of process {first.process}:", "\n".join(first.last_lines) or "none")
-    with_events = [ending for ending in run.endings if ending.events]
+    # First who is to be looked at first: only so many processes are shown.
+    endings = sorted(run.endings, key=lambda ending: (ending is not first, ending.process not in still))
+    for ending in endings:
+        if ending is first or ending.process in still:
+            yield _section(
+                f"The last output of process {ending.process}:", "\n".join(ending.last_lines) or "none"
+            )
+    with_events = [ending for ending in endings if ending.events]
     for ending in with_events[:_MAX_PROCESSES]:
         table = format_events(ending.events[-_TEXT_EVENTS:])
         yield _section(f"The last events of process {ending.process}, since the start:", table)
     if len(with_events) > _MAX_PROCESSES:
         yield f"And those of {len(with_events) - _MAX_PROCESSES} processes more: --json has them."
+    if verdict and with_events:  # the end of a long text is what a terminal shows
+        yield verdict
+
+
+def _headline(run: Run) -> str:
+    first = run.first_failure
+    if first is None:
+        by = "itself" if run.stopped_by is None else signal_name(run.stopped_by)
+        return f"the run was ended by {by} after {run.took_s:.2f} s; exit code {run.exit_code}."
+    return (
+        f"process {first.process} (pid {first.pid}) ended first, by {first.cause}, "
+        f"{first.at_s:.2f} s after the start; exit code {run.exit_code}."
+    )
+
+
+def _verdict(run: Run) -> str:
+    """Who kept the others waiting, if somebody did; empty if nobody is known to have."""
+    first, text = run.first_failure, format_standstills(run.standstills)
+    lost = "" if first is None else what_was_lost(first)
+    if first is None or not lost:
+        return f"Meanwhile {text}." if text else ""
+    if text:
+        return f"process {first.process} had waited for another one: {text}."
+    gone = [ending for ending in run.endings if ending.at_s < first.at_s]
+    which = ", ".join(f"process {ending.process} had ended by {ending.cause}" for ending in gone)
+    which = which or "which is not known here, but its last output may tell"
+    return f"process {first.process} had lost another one ({lost}): {which}."
 
 
 def _row(ending: Ending) -> list[str]:
@@ -162,6 +153,7 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         "restart": run.restart,
         "exit_code": run.exit_code,
         "first_failure": None if first is None else first.process,
+        "stood_still": [found.process for found in run.standstills],
         "stopped_by": None if run.stopped_by is None else signal_name(run.stopped_by),
         "took_s": round(run.took_s, 3),
         "processes": [_ending_as_json(ending) for ending in run.endings],
@@ -176,6 +168,7 @@ def _ending_as_json(ending: Ending) -> dict[str, Any]:
         "signal": signal_name(-ending.code) if ending.code < 0 else None,
         "at_s": round(ending.at_s, 3),
         "told": [signal_name(number) for number in ending.told],
+        "stopped_by": None if ending.stop is None else signal_name(ending.stop.by),
         "last_lines": list(ending.last_lines),
         "events": [event_facts(event) for event in ending.events[-_JSON_EVENTS:]],
     }

@@ -116,7 +116,8 @@ def initialize(
             are then ended.
         collective_timeout_s: Seconds a collective on CPU waits for a process that does not come; set it
             higher if one may rightly be that late, because it alone writes a checkpoint or compiles. It is
-            put into `XLA_FLAGS`, unless `--xla_cpu_collective_timeout_seconds` is there.
+            put into `XLA_FLAGS`, unless `--xla_cpu_collective_timeout_seconds` is there. A process that asks
+            whether the others are about to launch the same waits a quarter longer.
         shutdown_timeout_s: Seconds a process waits at its exit for the others.
 
     Raises:

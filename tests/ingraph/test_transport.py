@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsync
 from jaxsync.errors import ConfigError
+from jaxsync.testing import assert_replicas_equal
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -46,18 +47,13 @@ def sync(plan: jaxsync.SyncPlan, grads: Any = None, checked: bool = True) -> tup
     return jax.jit(run)(grads), jaxsync.audit(jax.jit(run), grads)
 
 
-def check_replicas_equal(tree: Any) -> None:
-    for x in jax.tree.leaves(tree):
-        assert len({np.asarray(shard.data).tobytes() for shard in x.addressable_shards}) == 1
-
-
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_bfloat16_on_the_wire_is_within_its_bound_and_equal_on_all_devices(
     kind: AxisType, checked: bool
 ) -> None:
     synced, audit = sync(plan_of(mesh_of(kind, data=8), wire_dtype="bfloat16", reduce="sum"), checked=checked)
-    check_replicas_equal(synced)
+    assert_replicas_equal(synced)
     for key, grads in GRADS.items():
         total = grads.astype(np.float64).sum(axis=0)
         bound = 2**-7 * np.abs(grads.astype(np.float64)).sum(axis=0)
@@ -102,7 +98,7 @@ def test_two_levels_give_the_same_values_and_send_a_share_across_hosts(
     mesh = mesh_of(host=hosts, device=devices)
     one, flat_audit = sync(plan_of(mesh, axis=BOTH), checked=checked)
     two, audit = sync(plan_of(mesh, axis=BOTH, inner_axis="device"), checked=checked)
-    check_replicas_equal(two)
+    assert_replicas_equal(two)
     for key in GRADS:
         np.testing.assert_allclose(two[key], GRADS[key].astype(np.float64).mean(axis=0), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(two[key], one[key], rtol=1e-5, atol=1e-6)
@@ -119,7 +115,7 @@ def test_two_levels_narrow_only_what_crosses_hosts() -> None:
     mesh = mesh_of(host=2, device=4)
     plan = plan_of(mesh, axis=BOTH, inner_axis="device", wire_dtype="bfloat16", reduce="sum")
     synced, audit = sync(plan)
-    check_replicas_equal(synced)
+    assert_replicas_equal(synced)
     for key, grads in GRADS.items():
         # Two terms are rounded: the sums inside the two hosts.
         inside = np.abs(grads.astype(np.float64).reshape(2, 4, *grads.shape[1:]).sum(axis=1)).sum(axis=0)

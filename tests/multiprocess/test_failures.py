@@ -39,7 +39,7 @@ def run(break_down, at=5):
 """
 
 LOST = "jaxsync.errors.PeerLostError: Another process is lost: "
-SHORT = "jaxsync.initialize(heartbeat_timeout_s=3, collective_timeout_s=3)\n"
+SHORT = "jaxsync.initialize(collective_timeout_s=3)\n"  # nothing here waits for heartbeats
 
 
 def breaking(how: str) -> str:
@@ -69,6 +69,34 @@ def test_when_a_process_is_killed_the_others_get_an_error(run_job: Callable[...,
     assert [process.code for process in ended] == [1, 1, -signal.SIGKILL], ended
     for process in ended[:2]:
         assert LOST + "its connection broke." in process.err
+
+
+def test_who_reads_an_array_by_a_guarded_function_gets_an_error_of_ours(run_job: Callable[..., Any]) -> None:
+    """By itself it would be the runtime's, as below it in the traceback."""
+    code = """
+    jaxsync.simulate_devices(2)  # with one device a launch waits itself
+    jaxsync.initialize(heartbeat_timeout_s=30, collective_timeout_s=2)
+    mesh = jaxsync.make_mesh({"data": 4})
+    total = jaxsync.guard_dispatch(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P())))
+    fetch = jaxsync.guard_dispatch(jax.device_get)
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    x = jax.make_array_from_callback((4,), rows, lambda index: np.ones(1, np.float32))
+    assert fetch({"total": total(x)}) == {"total": 4.0}
+    if ME == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    late = total(x)
+
+    def read():
+        return fetch(late)
+
+    read()
+    """
+    ended = run_job(code, 2, limit_s=40)
+    assert [process.code for process in ended] == [1, -signal.SIGKILL], ended
+    before, _, after = ended[0].err.partition("The above exception was the direct cause")
+    assert "Gloo all-reduce failed" in before
+    assert LOST in after
+    assert ", in read\n" in after  # and so not from total(x)
 
 
 def test_when_the_coordinator_is_killed_the_others_end_at_once(run_job: Callable[..., Any]) -> None:

@@ -102,8 +102,10 @@ def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 def test_without_a_number_of_devices_the_program_chooses() -> None:
     config = LaunchConfig(command=("x",), num_processes=1)
-    [environment] = make_environments({}, config, port=1, restart=0, run_dir="/r", job="j")
-    assert not {"JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "JAX_PLATFORMS"} & set(environment)
+    outer = {"JAXSYNC_DEVICES_PER_PROCESS": "4"}  # of a launcher that has started this one
+    [environment] = make_environments(outer, config, port=1, restart=0, run_dir="/r", job="j")
+    names = {"JAX_NUM_CPU_DEVICES", "PJRT_NPROC", "JAX_PLATFORMS", "JAXSYNC_DEVICES_PER_PROCESS"}
+    assert not names & set(environment)
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 
 from jaxsync.host.recorder import Event
-from jaxsync.multiprocess.postmortem import (
-    Ending,
-    Run,
-    format_run,
-    runs_as_json,
-    should_restart,
-    signal_name,
-)
+from jaxsync.multiprocess.ending import Ending, signal_name
+from jaxsync.multiprocess.postmortem import Run, format_run, runs_as_json, should_restart
 
 
 def ended(process: int, code: int = 0, at_s: float = 1.0, **facts: Any) -> Ending:
@@ -144,6 +138,7 @@ def test_json_has_every_run_and_every_process() -> None:
                 "restart": 0,
                 "exit_code": 137,
                 "first_failure": 1,
+                "stood_still": [],
                 "stopped_by": None,
                 "took_s": 9.0,
                 "processes": [
@@ -154,6 +149,7 @@ def test_json_has_every_run_and_every_process() -> None:
                         "signal": "SIGKILL",
                         "at_s": 1.235,
                         "told": [],
+                        "stopped_by": None,
                         "last_lines": ["a"],
                         "events": [{"at_s": 0.5, "kind": "launch", "step": 0}],
                     },
@@ -164,6 +160,7 @@ def test_json_has_every_run_and_every_process() -> None:
                         "signal": "SIGINT",
                         "at_s": 1.0,
                         "told": ["SIGINT"],
+                        "stopped_by": None,
                         "last_lines": [],
                         "events": [],
                     },
@@ -173,6 +170,7 @@ def test_json_has_every_run_and_every_process() -> None:
                 "restart": 1,
                 "exit_code": 0,
                 "first_failure": None,
+                "stood_still": [],
                 "stopped_by": None,
                 "took_s": 9.0,
                 "processes": [
@@ -183,6 +181,7 @@ def test_json_has_every_run_and_every_process() -> None:
                         "signal": None,
                         "at_s": 1.0,
                         "told": [],
+                        "stopped_by": None,
                         "last_lines": [],
                         "events": [],
                     }
