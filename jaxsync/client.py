@@ -3,53 +3,43 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
+from jaxsync.callbacks import check_in_reach, do_nothing
+from jaxsync.calls import Calls
 from jaxsync.config import SyncConfig
 from jaxsync.errors import (
     ArgumentError,
     CallbackError,
     ClosedError,
     DataShardedError,
-    ForeignDeviceError,
     ForkedProcessError,
-    NotRegisteredError,
-    SetMismatchError,
     StartConflictError,
     TracedSubmissionError,
-    UnknownNameError,
     WrongThreadError,
 )
-from jaxsync.exchange import Deferred, Exchange
+from jaxsync.exchange import Exchange
 from jaxsync.host.loop import Loop
-from jaxsync.host.messages import Defer, Fail, Message, Register, Submit, Sync
 from jaxsync.host.recorder import Recorder
-from jaxsync.host.state import Setup, State, open_step
 from jaxsync.host.ticket import Ticket
 from jaxsync.mesh import format_mesh
-from jaxsync.multiprocess.consent import Consent
-from jaxsync.multiprocess.values import is_whole
-from jaxsync.placement import check_replicas_equal, place_leaves
+from jaxsync.placement import check_replicas_equal, concrete_mesh, place_leaves
 from jaxsync.plan import SyncPlan, make_plan
-from jaxsync.submission import shapes
+from jaxsync.progress import OpenStep, look
+from jaxsync.registration import Registration
+from jaxsync.submission import Device, Senders
 
-_MAX_DEFERRED = 1000  # callbacks that wait: beyond it, defer waits for the oldest
 _CLOSE_S = 5.0
 _EXIT_S = 4.0  # for a thread that nobody wants any more: its own grace of 2 s, and a callback that runs
-
-Device: TypeAlias = "int | jax.Device"
-_DEVICE_KINDS = (int, jax.Device)  # made once, since this is asked for every gradient
 
 
 class SyncClient:
@@ -90,15 +80,14 @@ class SyncClient:
         self.config = SyncConfig() if config is None else config
         self.mesh = mesh
         self._pid = os.getpid()
-        self._plan: SyncPlan | None = None
-        self._adopting = threading.Lock()  # one at a time changes the plan, here and in the exchange
         empty = make_plan({}, mesh, config=self.config)
+        self._senders = Senders(concrete_mesh(empty))
+        self._registration = Registration(empty, mesh, self._senders.devices)
         self._recorder = Recorder()
-        self._exchange = Exchange(empty, self._recorder)  # does not know the client, or it would never go
-        self._loop = Loop(self._exchange, self._setup(empty), "jaxsync-loop")
-        self._exchange.post = self._loop.post
-        self._exchange.has_pending = self._loop.has_pending
-        self._exchange.announced = functools.partial(_announced, self._loop)
+        # Does not know the client, or it would never go.
+        self._exchange = Exchange(self._registration, self._senders.devices, self._recorder)
+        self._loop = self._exchange.loop
+        self._calls = Calls(self._exchange, self._registration, self._senders)
         # Runs when the last reference goes, and at exit.
         self._finalizer = finalizer = weakref.finalize(self, _shut_down, self._loop, self._pid)
         _open.add(self)
@@ -111,7 +100,7 @@ class SyncClient:
         Raises:
             NotRegisteredError: Nothing has been registered.
         """
-        return self._registered_plan("client.plan")
+        return self._registration.current("client.plan").plan
 
     def register_sync_parameters(
         self, params: Any, specs: Any = None, *, device: Device | None = None, broadcast: bool = True
@@ -145,16 +134,15 @@ class SyncClient:
         """
         self._check("register_sync_parameters", params)
         if device is not None:
-            self._announce(params, self._index(device, "register_sync_parameters"))
+            self._calls.announce(self._senders.index(device, "register_sync_parameters"), params)
             return params
         check_replicas_equal(params)
         plan = make_plan(params, self.mesh, specs, self.config)
         over_data = tuple((leaf.path, str(leaf.spec)) for leaf in plan.leaves if leaf.scatter_dims)
         if over_data:  # each device hands over and gets back whole leaves
             raise DataShardedError(function="SyncClient", leaves=over_data, axes=plan.data_axes)
-        with self._adopting:
-            self._adopt(plan)
-        leaves = self._exchange.consent.share(jax.tree.leaves(params), is_broadcast=broadcast)
+        registered = self._calls.register(plan)
+        leaves = registered.consent.share(jax.tree.leaves(params), is_broadcast=broadcast)
         return jax.tree.unflatten(plan.treedef, place_leaves(leaves, plan, copy=True))
 
     def submit_gradient_sync(self, device: Device, name_or_tree: Any, grad: Any = None) -> None:
@@ -178,15 +166,8 @@ class SyncClient:
             JaxsyncError: What the client is broken by.
         """
         self._check("submit_gradient_sync", (name_or_tree, grad))
-        index = self._index(device, "submit_gradient_sync")
-        self._registered_plan("submit_gradient_sync")
-        gradients = self._exchange.intake.gradients(index, name_or_tree, grad)
-        mask = sum(1 << leaf for leaf in gradients)
-
-        def commit(state: State) -> None:
-            self._exchange.keep(open_step(state, index) or 0, index, gradients)
-
-        self._post(Submit(device=index, leaves=mask), "submit_gradient_sync", index, commit)
+        index = self._senders.index(device, "submit_gradient_sync")
+        self._calls.submit(index, name_or_tree, grad)
 
     def submit_sync_collective(self, device: Device) -> Ticket[Any]:
         """Says that this device has handed over all gradients of its step.
@@ -206,18 +187,8 @@ class SyncClient:
             JaxsyncError: What the client is broken by.
         """
         self._check("submit_sync_collective")
-        self._registered_plan("submit_sync_collective")
-        index = self._index(device, "submit_sync_collective")
-        number = self._exchange.next_number()
-        ticket = self._ticket(f"the sync of {self._exchange.explainer.devices[index]}")
-        self._exchange.tickets[number] = ticket
-        try:
-            message = Sync(device=index, ticket=number)
-            self._post(message, "submit_sync_collective", index, self._note("sync", index))
-        except Exception:
-            self._exchange.tickets.pop(number, None)
-            raise
-        return ticket
+        index = self._senders.index(device, "submit_sync_collective")
+        return self._calls.sync(index)
 
     def defer(
         self, callback: Callable[..., Any], *arrays: Any, on: Literal["all", "first"] = "all"
@@ -242,59 +213,72 @@ class SyncClient:
         if on not in ("all", "first"):
             wanted = "'all' or 'first'"
             raise ArgumentError(function="SyncClient.defer", argument="on", got=repr(on), wanted=wanted)
-        if on == "first" and not self._exchange.is_first:
-            callback, arrays = _do_nothing, ()
-        _check_in_reach(arrays)
-        while len(self._exchange.deferred) >= _MAX_DEFERRED and not self._loop.is_loop_thread():
-            with contextlib.suppress(IndexError):  # the client was closed meanwhile
-                self._exchange.deferred[0].ticket.wait_until_done()
+        if on == "first" and not self._senders.is_first:
+            callback, arrays = do_nothing, ()
+        check_in_reach(arrays)
+        callbacks = self._exchange.callbacks
+        while callbacks.is_full() and not self._loop.is_loop_thread():
+            callbacks.wait_for_first()
             self._check("defer")
-        number = self._exchange.next_number()
-        ticket = self._ticket(f"the callback {getattr(callback, '__qualname__', callback)!s}")
-
-        def commit(state: State) -> None:
-            self._exchange.tickets[number] = ticket
-            deferred = Deferred(number=number, ticket=ticket, callback=callback, arrays=arrays)
-            self._exchange.deferred.append(deferred)
-
-        self._post(Defer(ticket=number), "defer", -1, commit)
-        self._loop.poke()
-        return ticket
+        return self._calls.defer(callback, arrays)
 
     def abort(self, error: BaseException, device: Device | None = None) -> None:
         """Fails the step for all: every waiter, and every later call, gets `error` as the cause.
 
         For a thread that cannot go on. The first cause wins.
 
+        Threading: also from a signal's handler.
+
         Args:
             error: What happened.
             device: The device it happened on.
+
+        Raises:
+            ArgumentError: `error` is no exception.
+            UnknownNameError: There is no such device.
+            ForeignDeviceError: Another process owns the device.
+            ClosedError: The client was closed.
         """
         self._check("abort")
-        devices = () if device is None else (self._index(device, "abort"),)
-        self._loop.post(Fail(cause=self._exchange.note_cause(error), devices=devices))
+        if not isinstance(error, BaseException):
+            wanted, got = "an exception, made and not only its class", type(error).__name__
+            raise ArgumentError(function="SyncClient.abort", argument="error", got=got, wanted=wanted)
+        devices = () if device is None else (self._senders.index(device, "abort"),)
+        self._exchange.fail(error, devices)
         self._loop.poke()
 
     def describe(self) -> str:
-        """What the client is doing, for people: the plan, the open steps, who owes what, the last events.
+        """What the client is doing, for people: the mesh, the open steps, who owes what, the last events.
 
         Threading: waits for nobody.
         """
         self._check_fork("describe")
-        state, explain = self._loop.state, self._exchange.explainer
+        state, steps = look(self._exchange, self._registration)
         lines = [f"SyncClient over mesh ({format_mesh(self.mesh)})", f"next step {state.first}"]
         if state.failure is not None:
             lines.append(f"broken: {state.failure.kind} in step {state.failure.step}")
-        for current in state.steps:
-            waiting = [d for d, ticket in enumerate(current.tickets) if ticket is None]
-            owed = [state.setup.all_leaves & ~current.submitted[d] for d in waiting]
-            lines.append(
-                f"step {current.number}: of {len(state.setup.buckets)} buckets {current.num_launched} are "
-                f"launched and {current.num_finished} finished"
-            )
-            lines += [f"  {line}" for line in explain.owed(tuple(waiting), tuple(owed))]
-        lines.append(f"{len(state.deferred)} callbacks wait")
-        return "\n".join([*lines, self._recorder.format()])
+        lines += [*map(str, steps), f"{len(state.deferred)} callbacks wait", self._recorder.format()]
+        return "\n".join(lines)
+
+    def open_steps(self) -> tuple[OpenStep, ...]:
+        """The steps that are not complete, oldest first: who has synced, who owes what, how far it is.
+
+        Empty when nobody has begun one, when all are complete, and after a failure or `close`.
+
+        Threading: waits for nobody.
+
+        >>> import jax.numpy as jnp, jaxsync
+        >>> with jaxsync.SyncClient(jaxsync.make_mesh({"data": 2})) as client:
+        ...     _ = client.register_sync_parameters({"w": jnp.zeros(2)})
+        ...     client.submit_gradient_sync(0, {"w": jnp.ones(2)})
+        ...     _ = client.submit_sync_collective(0)
+        ...     for step in client.open_steps():
+        ...         print(step)
+        step 0: of 1 buckets 0 are launched and 0 finished
+          cpu:1 has not synced, nor handed over the gradients of ['w']
+        """
+        self._check_fork("open_steps")
+        return look(self._exchange, self._registration)[1]
 
     def statistics(self) -> Mapping[str, int]:
         """Counts since the start: submissions, launched buckets, bytes (on one device), steps, callbacks.
@@ -302,7 +286,7 @@ class SyncClient:
         Threading: waits for nobody.
         """
         self._check_fork("statistics")
-        return dict(self._exchange.counts)
+        return self._exchange.counts()
 
     def record(self) -> str:
         """The last 1,000 events as a JSON list.
@@ -318,6 +302,9 @@ class SyncClient:
         Runs the callbacks whose arrays become ready in time, answers what is still pending with
         `ClosedError`, stops the loop and joins its thread.
 
+        Threading: any thread but the loop's, and a signal's handler. If the signal struck in the middle of
+        another call of its thread, the client ends after the handler has, and this is a `TimeoutError`.
+
         Args:
             timeout: Seconds for all of it.
 
@@ -331,15 +318,12 @@ class SyncClient:
             raise WrongThreadError(function="close")
         deadline = time.monotonic() + timeout
         if self._loop.is_alive:
-            _drain(self._exchange, timeout)
+            self._exchange.callbacks.wait_for_last(timeout)
         self._loop.close()
         if not self._loop.join(max(0.1, deadline - time.monotonic())):
             raise TimeoutError(f"close: the loop did not end within {timeout:g} s: a callback still runs")
         self._finalizer.detach()
-        unseen = [
-            (name, error) for ticket, name, error in self._exchange.take_errors() if not ticket.is_observed
-        ]
-        if unseen:
+        if unseen := self._exchange.callbacks.take_unseen():
             names = tuple(f"{name}: {type(error).__name__}" for name, error in unseen)
             raise CallbackError(callbacks=names) from unseen[0][1]
 
@@ -353,99 +337,17 @@ class SyncClient:
         if error is None:
             self.close()
             return
-        self._loop.post(Fail(cause=self._exchange.note_cause(error)))
+        self._check_fork("leaving the client")
+        self._exchange.fail(error)
         try:
             self.close()
-        except CallbackError as also:
+        except (CallbackError, TimeoutError) as also:  # the first cause is what the caller must see
             error.add_note(str(also))
 
     @property
     def is_closed(self) -> bool:
         """Whether it was closed."""
         return self._loop.state.is_closed
-
-    def _announce(self, params: Any, index: int) -> None:
-        with self._adopting:
-            if self._plan is None:  # of devices that come at once, one registers
-                self._adopt(make_plan(shapes(params), self.mesh, config=self.config))
-        self._registered_plan("register_sync_parameters")
-        mask, problems = self._exchange.intake.announced(params)
-        if problems:
-            name = self._exchange.explainer.devices[index]
-            self._fail_mismatch(tuple(f"{name}: {problem}" for problem in problems))
-        message = Register(device=index, leaves=mask)
-        self._post(message, "register_sync_parameters", index, self._note("announce", index))
-
-    def _fail_mismatch(self, problems: tuple[str, ...]) -> None:
-        error = SetMismatchError(step=self._loop.state.first, problems=problems)
-        self._loop.post(Fail(cause=self._exchange.note_cause(error)))
-        raise error
-
-    def _adopt(self, plan: SyncPlan) -> None:
-        consent = Consent(plan, self.mesh, {})
-        consent.ask("the registered parameters", lambda: {"next step": str(self._loop.state.first)})
-        if self._plan == plan and self._plan.treedef == plan.treedef:  # a list and a tuple have equal paths
-            return
-
-        def commit() -> None:
-            self._plan = None  # if an interrupt strikes before the end, it is to be registered again
-            self._exchange.use(plan)
-
-        if not self._loop.reset(self._setup(plan), commit):
-            state = self._loop.state
-            if state.failure is not None:
-                raise self._exchange.error(state.failure, "register_sync_parameters")
-            raise StartConflictError(differences=(f"step {state.first} is open: other parameters must wait",))
-        self._plan = plan
-
-    def _setup(self, plan: SyncPlan) -> Setup:
-        return Setup(
-            num_devices=len(self._exchange.devices),
-            buckets=tuple(sum(1 << leaf for leaf in bucket.leaves) for bucket in plan.buckets),
-            is_strict=self.config.unused == "error",
-            timeout_s=self.config.timeout_s,
-            stall_s=self.config.stall_warning_s,
-        )
-
-    def _post(
-        self, message: Message, function: str, index: int, commit: Callable[[State], None] | None = None
-    ) -> None:
-        refuse = self._loop.post(message, commit)
-        if refuse is not None:
-            failure = refuse.failure
-        else:  # it may itself be what broke the step; who syncs or defers has a ticket for that
-            failure = self._loop.state.failure if isinstance(message, Register | Submit) else None
-        if failure is not None:
-            raise self._exchange.error(failure, function)
-        if refuse is not None:
-            step = (open_step(self._loop.state, index) if index >= 0 else None) or self._loop.state.first
-            raise self._exchange.explainer.refusal(refuse, function, index, step)
-
-    def _note(self, kind: str, index: int) -> Callable[[State], None]:
-        return lambda state: self._recorder.record(kind, step=open_step(state, index), device=index)
-
-    def _ticket(self, what: str) -> Ticket[Any]:
-        return Ticket(what, poke=self._loop.poke, is_loop_thread=self._loop.is_loop_thread)
-
-    def _index(self, device: Device, function: str) -> int:
-        """The index of a device among those of this process."""
-        is_device = isinstance(device, _DEVICE_KINDS) and not isinstance(device, bool)
-        if is_device and (index := self._exchange.index_of.get(device)) is not None:
-            return index
-        for place, known in enumerate(self.mesh.devices.flat):
-            if is_device and device in (place, known):
-                raise ForeignDeviceError(
-                    function=function,
-                    device=str(known),
-                    owner=known.process_index,
-                    process=jax.process_index(),
-                )
-        raise UnknownNameError(kind="device", names=(str(device),), known=self._exchange.explainer.devices)
-
-    def _registered_plan(self, function: str) -> SyncPlan:
-        if self._plan is None:
-            raise NotRegisteredError(function=function)
-        return self._plan
 
     def _check(self, function: str, values: Any = None) -> None:
         self._check_fork(function)
@@ -459,37 +361,6 @@ class SyncClient:
     def _check_fork(self, function: str) -> None:
         if os.getpid() != self._pid:
             raise ForkedProcessError(function=function)
-
-
-def _do_nothing() -> None:
-    """What a callback for the first process is in the others."""
-
-
-def _announced(loop: Loop, step: int) -> int:
-    """The leaves that this process's devices take part with in an open step."""
-    state = loop.state
-    index = step - state.first
-    return (state.steps[index].announced[0] or 0) if 0 <= index < len(state.steps) else 0
-
-
-def _check_in_reach(arrays: Any) -> None:
-    """Refuses arrays of which this process cannot see all."""
-    hidden = [
-        f"arrays{jax.tree_util.keystr(path)}"
-        for path, x in jax.tree_util.tree_leaves_with_path(arrays)
-        if isinstance(x, jax.Array) and not is_whole(x)
-    ]
-    if hidden:
-        wanted = "arrays of this process, or replicated ones: gather what is sharded over processes"
-        raise ArgumentError(
-            function="SyncClient.defer", argument="arrays", got=", ".join(hidden), wanted=wanted
-        )
-
-
-def _drain(exchange: Exchange, timeout_s: float) -> None:
-    """Lets callbacks run that wait for arrays which are about to be ready."""
-    with contextlib.suppress(IndexError):  # the loop took the last one meanwhile
-        exchange.deferred[-1].ticket.wait_until_done(timeout_s)  # they run in order
 
 
 def _shut_down(loop: Loop, pid: int) -> None:

@@ -1,18 +1,69 @@
-"""What single devices hand over: which leaves of the plan it is, and whether it fits."""
+"""What single devices hand over: which device it is, which leaves of the plan, and whether it fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
-from jaxsync.errors import RegistrationError, SubmissionError, UnknownNameError
+from jaxsync.errors import ForeignDeviceError, RegistrationError, SubmissionError, UnknownNameError
+from jaxsync.mismatch import leaf_problems
+from jaxsync.multiprocess.agreement import mesh_processes
 from jaxsync.params import Leaf
+from jaxsync.placement import local_devices
 from jaxsync.plan import SyncPlan
+
+Device: TypeAlias = "int | jax.Device"
+_DEVICE_KINDS = (int, jax.Device)  # made once, since this is asked for every gradient
+
+
+class Senders:
+    """The devices of a mesh that this process acts for, by what callers name them. Immutable.
+
+    Attributes:
+        devices: Those devices, in mesh order.
+        names: What they are called in errors.
+        is_first: Whether this is the first process of the mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.devices = tuple(local_devices(mesh))
+        self.names = tuple(map(str, self.devices))
+        self.is_first = jax.process_index() == mesh_processes(mesh)[0]
+        # The device itself, or its index in the mesh -> its index here.
+        places = {device: place for place, device in enumerate(mesh.devices.flat)}
+        self._index_of: dict[Any, int] = {
+            name: index for index, device in enumerate(self.devices) for name in (device, places[device])
+        }
+
+    def index(self, device: Device, function: str) -> int:
+        """The index of a device among those of this process.
+
+        Args:
+            device: The device, or its index in the mesh.
+            function: Who asks.
+
+        Raises:
+            ForeignDeviceError: Another process owns the device.
+            UnknownNameError: There is no such device.
+        """
+        is_device = isinstance(device, _DEVICE_KINDS) and not isinstance(device, bool)
+        if is_device and (index := self._index_of.get(device)) is not None:
+            return index
+        for place, known in enumerate(self._mesh.devices.flat):
+            if is_device and device in (place, known):
+                raise ForeignDeviceError(
+                    function=function,
+                    device=str(known),
+                    owner=known.process_index,
+                    process=jax.process_index(),
+                )
+        raise UnknownNameError(kind="device", names=(str(device),), known=self.names)
 
 
 class Intake:
@@ -44,7 +95,9 @@ class Intake:
                 problems.append(f"{path} is not registered")
             elif (entry := self._plan.leaves[index]).is_synced:
                 mask |= 1 << index
-                problems += [f"{path} {problem}" for problem in _differences(entry, value, entry.shape)]
+                problems += [
+                    f"{path} {problem}" for problem in leaf_problems(value, entry.shape, entry.dtype)
+                ]
         return mask, problems
 
     def gradients(self, device: int, name_or_tree: Any, grad: Any) -> dict[int, jax.Array]:
@@ -139,20 +192,9 @@ def shapes(params: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
 
-def _differences(entry: Leaf, value: Any, shape: tuple[int, ...]) -> list[str]:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        return [f"is a {type(value).__name__}, no array"]
-    found = []
-    if tuple(value.shape) != shape:
-        found.append(f"has shape {tuple(value.shape)}; wanted {shape}")
-    if str(value.dtype) != entry.dtype:
-        found.append(f"has dtype {value.dtype}; wanted {entry.dtype}")
-    return found
-
-
 def _mend(value: Any, entry: Leaf, place: jax.Device) -> tuple[Any, list[str]]:
     """A gradient that is not right in all respects as one that is, or what is wrong with it."""
-    wrong = _differences(entry, value, entry.local_shape)
+    wrong = leaf_problems(value, entry.local_shape, entry.dtype)
     if not wrong and isinstance(value, np.ndarray | np.generic):
         # A copy, since device_put may share the memory, and the caller may write there.
         return jax.device_put(np.array(value), place), []

@@ -85,14 +85,7 @@ class Explainer:
 
     def owed(self, devices: tuple[int, ...], leaves: tuple[int, ...]) -> tuple[str, ...]:
         """What devices have not done: one line for those that owe the same."""
-        groups: dict[int, list[str]] = {}
-        for device, mask in zip(devices, leaves, strict=True):
-            groups.setdefault(mask, []).append(self.devices[device])
-        return tuple(
-            f"{_join(names)} {'has' if len(names) == 1 else 'have'} not synced"
-            + (f", nor handed over the gradients of {_join(self.names(mask))}" if mask else "")
-            for mask, names in groups.items()
-        )
+        return owed_lines([self.devices[device] for device in devices], [self.names(mask) for mask in leaves])
 
     def _differences(self, failure: Failure) -> tuple[str, ...]:
         first, second = failure.leaves
@@ -104,6 +97,23 @@ class Explainer:
         if only_second:
             lines.append(f"{other} announces {_join(self.names(only_second))}, which {one} does not")
         return tuple(lines)
+
+
+def owed_lines(devices: Sequence[str], paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What devices have not done: one line for those that owe the same.
+
+    Args:
+        devices: The names of devices that have not synced.
+        paths: For each, the leaves that it has not handed over.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for device, own in zip(devices, paths, strict=True):
+        groups.setdefault(own, []).append(device)
+    return tuple(
+        f"{_join(names)} {'has' if len(names) == 1 else 'have'} not synced"
+        + (f", nor handed over the gradients of {_join(own)}" if own else "")
+        for own, names in groups.items()
+    )
 
 
 def _join(names: Sequence[str]) -> str:

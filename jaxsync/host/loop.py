@@ -55,6 +55,10 @@ class Loop:
         # neither held nor half-taken.
         self._lock = threading.Lock()
         self._cell: tuple[State, tuple[Effect, ...]] = (State(setup=setup), ())  # written under the lock
+        # The last caller that took the lock. Written under it, before anything is called: a signal's handler
+        # cannot run in between.
+        self._holder: int | None = None
+        self._late: queue.SimpleQueue[Message] = queue.SimpleQueue()  # what `tell` left to the thread
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put can be interrupted safely
         self._is_wanted: Callable[[], bool] = lambda: True  # written before the thread starts
         self._ends_s: float | None = None  # the thread's own
@@ -97,7 +101,12 @@ class Loop:
         """Makes the thread look at once."""
         self._wake.put(None)
 
-    def post(self, message: Message, commit: Callable[[State], None] | None = None) -> Refuse | None:
+    def post(
+        self,
+        message: Message,
+        commit: Callable[[State], None] | None = None,
+        setup: Setup | None = None,
+    ) -> Refuse | None:
         """Tells the state machine `message`.
 
         Threading: any thread. Messages of one thread are taken in its order.
@@ -106,12 +115,18 @@ class Loop:
             message: The message.
             commit: Called with the state before the message if it is accepted, before anybody can see that
                 it was: keeps what belongs to the message.
+            setup: What the message was made for, since its leaves mean nothing in another; None if it has
+                none.
 
         Returns:
             The refusal, if the message was wrong.
         """
+        me = threading.get_ident()
         with self._lock:
+            self._holder = me
             before, pending = self._cell
+            if setup is not None and before.setup is not setup:
+                return Refuse(reason="setup")
             after, effects = step(before, message)
             if effects and isinstance(effects[0], Refuse):
                 return effects[0]
@@ -122,6 +137,18 @@ class Loop:
             self._wake.put(None)
         return None
 
+    def tell(self, message: Fail | Close) -> None:
+        """As `post`, for what is never refused: also from a signal's handler.
+
+        A handler runs on the main thread between two bytecodes, maybe in the middle of a `post` of that
+        thread: then the lock is held until the handler returns, and the loop's thread posts in its place.
+        """
+        if self._holder == threading.get_ident() and self._lock.locked():
+            self._late.put(message)
+            self._wake.put(None)
+        else:
+            self.post(message)
+
     def reset(self, setup: Setup, commit: Callable[[], None]) -> bool:
         """Puts another setup in place, if no step is open and nothing is broken. Whether it did.
 
@@ -129,7 +156,9 @@ class Loop:
             setup: The setup.
             commit: Called just before: keeps what belongs to the setup.
         """
+        me = threading.get_ident()
         with self._lock:
+            self._holder = me
             state, pending = self._cell
             if state.steps or state.failure is not None:
                 return False
@@ -158,6 +187,8 @@ class Loop:
         start_s = time.monotonic()
         while True:
             try:
+                while not self._late.empty():
+                    self.post(self._late.get())
                 if self._perform_pending():
                     return
                 if self._is_over():
@@ -209,5 +240,5 @@ class Loop:
 
     def close(self) -> None:
         """Asks the thread to end; does not wait for it."""
-        self.post(Close())
+        self.tell(Close())
         self.poke()

@@ -142,7 +142,7 @@ class Warn:
 
 
 Reason = Literal[
-    "device", "leaf", "unannounced", "registered", "submitted", "ahead", "step", "ticket", "failed"
+    "device", "leaf", "unannounced", "registered", "submitted", "ahead", "step", "ticket", "failed", "setup"
 ]
 
 
@@ -154,7 +154,8 @@ class Refuse:
         reason: `"device"`, `"leaf"`: there is no such one. `"unannounced"`: the device announced a set
             without these leaves. `"registered"`, `"submitted"`: it did that before. `"ahead"`: it would
             be two steps ahead. `"step"`: nothing is launched there. `"ticket"`: there is no such one.
-            `"failed"`: the client is broken by `failure`.
+            `"failed"`: the client is broken by `failure`. `"setup"`: it was made for another setup than the
+            loop has; said by the loop, since the state machine has one only.
         leaves: The leaves in question.
         failure: For `"failed"`.
     """

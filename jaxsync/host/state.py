@@ -151,6 +151,19 @@ def open_step(state: State, device: int) -> int | None:
     return state.first + len(state.steps) if len(state.steps) < MAX_OPEN_STEPS else None
 
 
+def announced_leaves(state: State, number: int) -> int:
+    """The leaves that devices take part with in a step; none if it is not open, or nobody has said so."""
+    index = number - state.first
+    return (state.steps[index].announced[0] or 0) if 0 <= index < len(state.steps) else 0
+
+
+def owed(state: State, current: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The devices that have not synced, and the leaves each has not handed over."""
+    known = next((leaves for leaves in current.announced if leaves is not None), state.setup.all_leaves)
+    devices = tuple(device for device, ticket in enumerate(current.tickets) if ticket is None)
+    return devices, tuple(known & ~current.submitted[device] for device in devices)
+
+
 def _device_message(state: State, message: Register | Submit | Sync) -> Outcome:
     if not 0 <= message.device < state.setup.num_devices:
         return _refuse(state, "device")
@@ -303,7 +316,7 @@ def _tick(state: State, message: Tick) -> Outcome:
         return state, ()
     current = state.steps[0]
     waited_s = state.now_s - state.steps[0].since_s
-    devices, leaves = _owed(state, current)
+    devices, leaves = owed(state, current)
     if waited_s >= state.setup.timeout_s:
         kind = "timeout" if devices else "stuck"
         return _fail(state, Failure(kind=kind, step=current.number, devices=devices, leaves=leaves))  # type: ignore[arg-type]
@@ -311,13 +324,6 @@ def _tick(state: State, message: Tick) -> Outcome:
         warning = Warn(step=current.number, devices=devices, leaves=leaves)
         return _put(state, 0, replace(current, is_warned=True)), (warning,)
     return state, ()
-
-
-def _owed(state: State, current: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The devices that have not synced, and the leaves each has not handed over."""
-    known = next((leaves for leaves in current.announced if leaves is not None), state.setup.all_leaves)
-    devices = tuple(device for device, ticket in enumerate(current.tickets) if ticket is None)
-    return devices, tuple(known & ~current.submitted[device] for device in devices)
 
 
 def _settle(state: State, message: Settle) -> Outcome:
@@ -337,7 +343,7 @@ def _fail(state: State, failure: Failure) -> Outcome:
 def _close(state: State) -> Outcome:
     if state.is_closed:
         return state, ()
-    devices, leaves = _owed(state, state.steps[0]) if state.steps else ((), ())
+    devices, leaves = owed(state, state.steps[0]) if state.steps else ((), ())
     closed = Failure(kind="closed", step=state.first, devices=devices, leaves=leaves)
     state, effects = _fail(state, closed)
     rejects = tuple(Reject(ticket=ticket, failure=closed) for ticket in sorted(state.deferred))

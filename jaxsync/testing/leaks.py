@@ -85,24 +85,13 @@ def no_leaks(
 
 
 def _tickets(client: SyncClient) -> list[str]:
-    # Read from inside the client, which has no public list of these: its state is immutable, and its
-    # explainer has the words for who owes what.
-    state, exchange = client._loop.state, client._exchange
     leaks = []
-    for step in state.steps if state.failure is None else ():
-        late = [device for device, ticket in enumerate(step.tickets) if ticket is None]
-        owed = [state.setup.all_leaves & ~step.submitted[device] for device in late]
-        synced = [
-            str(exchange.devices[device]) for device, ticket in enumerate(step.tickets) if ticket is not None
-        ]
-        leaks += [
-            f"step {step.number}, in which {', '.join(synced) or 'nobody'} has synced: {line}"
-            for line in exchange.explainer.owed(tuple(late), tuple(owed))
-        ]
-        if not late:  # it is on its way: the tickets are answered without anybody's help
-            for ticket in [exchange.tickets.get(number) for number in step.tickets if number is not None]:
-                if ticket is not None:
-                    ticket.wait_until_done()
+    for step in client.open_steps():
+        synced = ", ".join(map(str, step.tickets)) or "nobody"
+        leaks += [f"step {step.number}, in which {synced} has synced: {line}" for line in step.owed_lines()]
+        if not step.owed:  # it is on its way: the tickets are answered without anybody's help
+            for ticket in step.tickets.values():
+                ticket.wait_until_done()
     return leaks
 
 

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsync
 from jaxsync.errors import (
+    ArgumentError,
     CallbackError,
     ClosedError,
     DuplicateError,
@@ -845,6 +846,25 @@ def test_a_ticket_of_defer_has_what_the_callback_returned(client) -> None:
     assert client.defer(threading.current_thread).wait().name == "jaxsync-loop"
 
 
+def test_a_callback_is_named_without_its_repr(client) -> None:
+    """The repr of a partial function or of an object may wait for arrays, and print them."""
+
+    class Shy:
+        def __call__(self) -> None:
+            raise OSError
+
+        def __repr__(self) -> str:
+            raise AssertionError("asked for")
+
+    error = error_of(client.defer(Shy()).wait)
+    assert error.callbacks == (f"{Shy.__qualname__}: OSError",)
+    secret = jnp.full(3, 12345.0)
+    ticket = client.defer(functools.partial(jnp.add, secret), "text")
+    assert "12345" not in repr(ticket)
+    assert type(error_of(ticket.wait)) is CallbackError
+    run_step(client)
+
+
 def test_callbacks_wait_for_arrays_that_are_not_ready(client) -> None:
     order: list[float] = []
     for value in (1.0, 2.0):
@@ -989,6 +1009,61 @@ def test_looking_on_works_while_others_wait_and_after_close() -> None:
     assert "broken: closed" in client.describe()
     assert client.statistics()["launches"] == 2
     assert json.loads(client.record())[-1]["kind"] == "reject"
+
+
+def test_open_steps_say_who_has_synced_and_who_owes_what(client) -> None:
+    devices = devices_of(client)
+    assert client.open_steps() == ()
+    first, second = finish(client, 1, 1), finish(client, 2, 2)
+    client.submit_gradient_sync(0, gradient(0))
+    client.submit_gradient_sync(3, "['b']", gradient(3)["b"])
+    wait_until(lambda: client.statistics()["launches"] == 1)
+    ahead = finish(client, 2, 12)
+    one, other = client.open_steps()
+    assert (one.number, one.num_buckets, one.num_launched) == (0, 2, 1)
+    assert one.tickets == {devices[1]: first, devices[2]: second}
+    assert one.owed == {devices[0]: (), devices[3]: ("['w']",)}
+    assert (other.number, other.num_launched, other.num_finished) == (1, 0, 0)
+    assert other.tickets == {devices[2]: ahead}
+    assert other.owed == dict.fromkeys([devices[0], devices[1], devices[3]], ("['b']", "['w']"))
+    wait_until(lambda: client.open_steps()[0].waited_s > 0)
+    assert str(other) in client.describe()
+    client.submit_sync_collective(0)
+    client.submit_gradient_sync(3, "['w']", gradient(3)["w"])
+    client.submit_sync_collective(3)
+    for device in (0, 1, 3):
+        finish(client, device, 10 + device)
+    check_equal(first.wait(), gradient(1.5))
+    check_equal(ahead.wait(), gradient(11.5))
+    assert client.open_steps() == ()
+
+
+def test_the_ticket_of_an_interrupted_call_is_among_those_of_its_open_step(client) -> None:
+    for device in range(3):
+        finish(client, device, device)  # and nobody has the tickets
+    [step] = client.open_steps()
+    finish(client, 3, 3)
+    for device, ticket in step.tickets.items():
+        found = ticket.wait()
+        check_equal(found, gradient(1.5))
+        assert found["b"].devices() == {device}
+
+
+def test_no_step_is_open_after_a_failure_and_after_close() -> None:
+    client = make_client()
+    finish(client, 0, 0)
+    client.abort(ValueError())
+    assert client.open_steps() == ()
+    client.close()
+    assert client.open_steps() == ()
+
+
+def test_devices_owe_only_what_the_others_have_announced(client) -> None:
+    for device in range(3):
+        client.register_sync_parameters({"b": PARAMS["b"]}, device=device)
+    [step] = client.open_steps()
+    assert step.owed == dict.fromkeys(devices_of(client), ("['b']",))
+    assert "['w']" not in client.describe()
 
 
 def test_a_stall_is_reported_once_and_the_step_goes_on(caplog) -> None:
@@ -1292,6 +1367,14 @@ def test_an_abort_reaches_waiters_and_later_calls_and_the_first_cause_wins(clien
         assert (error.devices, error.reason) == ((str(devices_of(client)[3]),), "OSError was raised")
 
 
+@pytest.mark.parametrize("error", ["text", ValueError, None])
+def test_an_abort_without_an_exception_is_refused_and_nobody_else_is_told(client, error: Any) -> None:
+    refused = error_of(lambda: client.abort(error))
+    assert type(refused) is ArgumentError
+    assert (refused.argument, refused.got) == ("error", type(error).__name__)
+    run_step(client)
+
+
 def test_an_abort_with_an_error_of_jaxsync_is_told_as_it_is(client) -> None:
     ticket = finish(client, 0, 0)
     try:
@@ -1331,6 +1414,23 @@ def test_an_exception_that_leaves_the_with_block_carries_what_callbacks_raised()
         leave()
     [note] = cause.__notes__
     assert note.startswith("1 deferred callback raised.")
+
+
+def test_an_exception_that_leaves_the_with_block_is_not_hidden_by_a_callback_that_does_not_end() -> None:
+    gate, entered, cause, client = threading.Event(), threading.Event(), KeyError("mine"), make_client()
+
+    def leave() -> None:
+        with client:
+            client.defer(lambda: (entered.set(), gate.wait(20)))
+            entered.wait(20)
+            raise cause
+
+    client.close = functools.partial(client.close, 0.1)
+    [left] = in_threads(leave)
+    assert left is cause
+    assert cause.__notes__ == ["close: the loop did not end within 0.1 s: a callback still runs"]
+    gate.set()
+    client.close()
 
 
 class Faulty(Exchange):
@@ -1427,6 +1527,77 @@ def test_an_exception_while_an_exception_is_noted_still_reaches_every_waiter(fau
         assert error.reason == "an exception"
 
 
+# Registering other parameters while calls and answers are under way.
+
+OTHERS = {"w": np.zeros(3, np.float32), "z": np.zeros((2, 3), np.float32)}  # the indices and shapes of PARAMS
+
+
+class Late(np.ndarray):
+    """A gradient that lets something happen while it is looked at."""
+
+    then: Callable[[], object]
+
+    @property
+    def sharding(self) -> Any:
+        then, self.then = self.then, lambda: None
+        then()
+        raise AttributeError
+
+
+def late(value: np.ndarray, then: Callable[[], object]) -> Late:
+    array = value.view(Late)
+    array.then = then
+    return array
+
+
+def test_gradients_of_parameters_that_others_replaced_meanwhile_are_not_taken_for_those(client) -> None:
+    """Leaf 0 of the one is leaf 0 of the other, of the same shape."""
+    register = functools.partial(client.register_sync_parameters, OTHERS)
+    error = error_of(lambda: client.submit_gradient_sync(0, {"b": late(gradient(9)["b"], register)}))
+    assert type(error) is UnknownNameError
+    assert (error.names, error.known) == (("['b']",), ("['w']", "['z']"))
+    run_step(client, params=OTHERS)
+
+
+def test_a_gradient_that_fits_what_others_registered_meanwhile_counts_there(client) -> None:
+    params = {"a": np.zeros(5, np.float32), **PARAMS}  # 'b' and 'w' have other indices
+    own = gradient(0, params)
+    register = functools.partial(client.register_sync_parameters, params)
+    client.submit_gradient_sync(0, "['b']", late(own["b"], register))
+    client.submit_gradient_sync(0, {"a": own["a"], "w": own["w"]})
+    tickets = [client.submit_sync_collective(0), *[finish(client, d, d, params) for d in (1, 2, 3)]]
+    for ticket in tickets:
+        check_equal(ticket.wait(), gradient(1.5, params))
+
+
+def test_an_announcement_of_parameters_that_others_replaced_meanwhile_is_not_taken_for_those(client) -> None:
+    class Shaped:
+        dtype = np.dtype(np.float32)
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            client.register_sync_parameters(OTHERS)
+            return (3,)
+
+    error = error_of(lambda: client.register_sync_parameters({"b": Shaped()}, device=0))
+    assert type(error) is SetMismatchError
+    assert error.problems == (f"{devices_of(client)[0]}: ['b'] is not registered",)
+
+
+def test_answers_have_the_structure_of_their_step_whatever_was_registered_since(faulty, monkeypatch) -> None:
+    """A step is complete, and other parameters can be registered, before its tickets are answered."""
+    perform = Faulty.perform
+
+    def register_first(self: Any, effect: Any) -> None:
+        if isinstance(effect, Answer) and faulty.plan.leaves[0].path == "['b']":
+            faulty.register_sync_parameters([np.zeros(3, np.float32)])
+        perform(self, effect)
+
+    monkeypatch.setattr(Faulty, "perform", register_first)
+    run_step(faulty)
+    run_step(faulty, 1, [np.zeros(3, np.float32)])
+
+
 # Memory.
 
 
@@ -1470,6 +1641,19 @@ def test_no_gradient_is_kept_after_a_failure(client) -> None:
     refs = kept_gradients(client, 0) + kept_gradients(client, 1)
     client.abort(ValueError())
     wait_until(lambda: is_gone(refs))
+
+
+def test_an_abort_that_comes_second_is_not_kept(client) -> None:
+    class Own(Exception):
+        pass
+
+    first, second = Own("first"), Own("second")
+    client.abort(first)
+    client.abort(second)
+    ref = weakref.ref(second)
+    del second
+    assert is_gone([ref])
+    assert error_of(lambda: client.defer(print)).__cause__ is first
 
 
 def test_no_gradient_is_kept_by_a_launch_that_failed(client) -> None:
@@ -1534,7 +1718,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "abort": lambda client: client.abort(ValueError()),
     "entering the client": lambda client: client.__enter__(),
 }
-LOOKS = {"describe", "statistics", "record", "plan", "is_closed", "config", "mesh"}
+LOOKS = {"describe", "open_steps", "statistics", "record", "plan", "is_closed", "config", "mesh"}
 
 
 @pytest.mark.parametrize("call", CALLS)

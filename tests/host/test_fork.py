@@ -74,6 +74,7 @@ def test_every_call_of_a_client_is_refused_and_the_parent_goes_on(run_python) ->
             "defer": lambda: client.defer(print),
             "abort": lambda: client.abort(ValueError()),
             "describe": client.describe,
+            "open_steps": client.open_steps,
             "statistics": client.statistics,
             "record": client.record,
             "close": client.close,
@@ -99,6 +100,7 @@ def test_every_call_of_a_client_is_refused_and_the_parent_goes_on(run_python) ->
         "defer: defer",
         "abort: abort",
         "describe: describe",
+        "open_steps: open_steps",
         "statistics: statistics",
         "record: record",
         "close: close",
@@ -107,6 +109,31 @@ def test_every_call_of_a_client_is_refused_and_the_parent_goes_on(run_python) ->
         "ticket.wait_until_done: Ticket.wait",
         "await: Ticket.wait",
     ]
+
+
+def test_a_child_that_leaves_the_with_block_is_refused_whatever_was_going_on_at_the_fork(run_python) -> None:
+    """Another thread may have been handing over: then the child has its lock, and nobody to release it."""
+    end = """
+        held, done = threading.Event(), threading.Event()
+
+        def hold(client):
+            with client._loop._lock:
+                held.set()
+                done.wait()
+
+        client = jaxsync.SyncClient(mesh)
+        thread = threading.Thread(target=hold, args=(client,))
+        thread.start()
+        held.wait()
+        code = refusals({"leave": lambda: client.__exit__(KeyError, KeyError(), None)})
+        done.set()
+        thread.join()
+        client.close()
+        print(code)
+    """
+    done = run_python(program(STARTED, end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "leave: leaving the client\n0\n"
 
 
 def test_guarded_launches_and_train_steps_are_refused(run_python) -> None:

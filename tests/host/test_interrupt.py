@@ -9,6 +9,7 @@ signals when it calls and when it jumps back: `try:` itself, the end of a genera
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import gc
@@ -26,13 +27,21 @@ import numpy as np
 import pytest
 
 import jaxsync
-from jaxsync.errors import ClosedError, DuplicateError, SyncFailedError, TicketTimeoutError
+from jaxsync.errors import (
+    ClosedError,
+    DuplicateError,
+    MissingGradientError,
+    SetMismatchError,
+    SyncFailedError,
+    TicketTimeoutError,
+)
 from jaxsync.host.launcher import CPU_WINDOW, process_launcher
 
 PACKAGE = pathlib.Path(jaxsync.__file__).parent
 WATCHED = (
     str(PACKAGE / "host") + "/",
-    *(str(PACKAGE / name) for name in ("client.py", "submission.py", "exchange.py", "crossing.py")),
+    *(str(PACKAGE / f"{name}.py") for name in ("client", "calls", "progress", "exchange", "callbacks")),
+    *(str(PACKAGE / f"{name}.py") for name in ("reductions", "registration", "submission", "crossing")),
 )
 PARAMS = {"w": np.zeros(3, np.float32)}
 WAIT_S = 20.0
@@ -299,7 +308,7 @@ def looking() -> Iterator[Callable[[], object]]:
     with registered() as client:
         submit(client, 0)
         ticket = client.submit_sync_collective(0)
-        yield lambda: (client.describe(), client.statistics(), client.record())
+        yield lambda: (client.describe(), client.open_steps(), client.statistics(), client.record())
         submit(client, 1)
         check(ticket, client.submit_sync_collective(1))
 
@@ -386,6 +395,65 @@ def test_an_interrupt_at_any_place_harms_nobody(scene: Scene, where: str, record
     assert num_loops() == 0
     assert number >= (50 if where == "before a bytecode" else 3)
     record_property("interrupts", number)
+
+
+class Handle(Interrupt):
+    """Does something in that thread instead, as a signal's handler may."""
+
+    def __init__(self, number: int, what: Callable[[], object]) -> None:
+        super().__init__("after a C call", number)
+        self.what = what
+
+    def count(self, code: CodeType, offset: int) -> None:
+        try:
+            super().count(code, offset)
+        except KeyboardInterrupt:
+            self.what()
+
+
+@pytest.mark.parametrize("call", ["submit", "sync", "register"])
+def test_a_signals_handler_may_abort_in_the_middle_of_any_call(call: str) -> None:
+    """Even where the call holds the lock under which messages are taken."""
+    cause, number, struck = OSError("told to stop"), 0, True
+    while struck:
+        client = registered()
+        submit(client, 1)
+        ticket = client.submit_sync_collective(1)
+        calls = {
+            "submit": lambda client=client: submit(client, 0),
+            "sync": lambda client=client: client.submit_sync_collective(0),
+            "register": lambda client=client: client.register_sync_parameters(PARAMS, device=0),
+        }
+        with (
+            Handle(number, lambda client=client: client.abort(cause)) as handle,
+            contextlib.suppress(SyncFailedError, MissingGradientError, SetMismatchError),
+        ):
+            calls[call]()
+        struck, number = handle.struck, number + 1
+        if struck:
+            with pytest.raises((SyncFailedError, MissingGradientError, SetMismatchError)):
+                ticket.wait(WAIT_S)
+        client.close()
+    assert number > 10
+
+
+def test_a_signals_handler_that_closes_in_the_middle_of_a_call_ends_the_client_in_the_end() -> None:
+    outcomes = set()
+    for number in range(0, 60, 4):
+        client = registered()
+
+        def close(client: jaxsync.SyncClient = client) -> None:
+            try:
+                client.close(0.1)
+                outcomes.add("closed")
+            except TimeoutError:
+                outcomes.add("asked to")
+
+        with Handle(number, close), contextlib.suppress(ClosedError):
+            submit(client, 0)
+        client.close()
+        assert client.is_closed
+    assert outcomes == {"closed", "asked to"}
 
 
 SIGNALS = """
