@@ -110,7 +110,8 @@ def audit(fn: Any, *args: Any, **kwargs: Any) -> Audit:
     >>> report.count("all-reduce"), report.collectives[0].axes, report.num_bytes, report.warnings
     (1, ('data',), 4, ())
     """
-    if isinstance(getattr(fn, "plan", None), SyncPlan) and len(args) + len(kwargs) < 2:
+    plan = getattr(fn, "plan", None)
+    if isinstance(plan, SyncPlan) and len(args) + len(kwargs) < 2:
         wanted = "the arguments of the step too: audit(step, state, batch)"
         raise ArgumentError(function="audit", argument="args", got=f"{len(args)}", wanted=wanted)
     lowerable = fn if hasattr(fn, "lower") else jax.jit(fn)
@@ -125,7 +126,7 @@ def audit(fn: Any, *args: Any, **kwargs: Any) -> Audit:
         return found  # arguments that cannot be told apart
     flow = analyse(module, mesh, [axes for _, axes in inputs])
     more = [
-        *sum_warnings(flow),
+        *sum_warnings(flow, frozenset(plan.data_axes if isinstance(plan, SyncPlan) else ())),
         *missing_warnings(flow, found.collectives, inputs, _output_axes(compiled, mesh)),
     ]
     return replace(found, warnings=found.warnings + tuple(more))

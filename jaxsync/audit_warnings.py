@@ -53,9 +53,22 @@ def loop_warnings(collectives: Sequence[Collective]) -> tuple[AuditWarning, ...]
     )
 
 
-def sum_warnings(flow: Flow) -> list[AuditWarning]:
-    """One for each reduction that adds up values which are equal on the devices it runs over."""
-    return [warning for reduction in flow.reductions if (warning := _sum_warning(reduction)) is not None]
+def sum_warnings(flow: Flow, synced: frozenset[str] = frozenset()) -> list[AuditWarning]:
+    """One for each reduction that adds up values which are equal on the devices it runs over.
+
+    Args:
+        flow: What is known of the values.
+        synced: Axes over which a plan reduces. Where gradients of others differ, one that is equal on all
+            devices is of a leaf that no row has a part in, such as one with a penalty alone: no mistake.
+    """
+    operands = (value for reduction in flow.reductions for value in reduction.operands)
+    carried = any(value.is_given and synced & value.varies for value in operands)
+    found = [warning for each in flow.reductions if (warning := _sum_warning(each)) is not None]
+    return [
+        warning
+        for warning in found
+        if not (carried and warning.kind == "equal" and synced.issuperset(warning.axes or ()))
+    ]
 
 
 def _sum_warning(reduction: Reduction) -> AuditWarning | None:

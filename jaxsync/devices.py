@@ -14,7 +14,10 @@ from jaxsync.errors import ArgumentError, BackendStartedError, DeviceCountError
 # device until all have come, so a pool of fewer threads than devices in flight waits for itself. Twice the
 # devices was measured to be enough, with the launcher's window on top. Read once, when the backend starts.
 _POOL_SIZE = "PJRT_NPROC"
-_THREADS_A_DEVICE = 2
+THREADS_A_DEVICE = 2
+
+# In the environment of a process that `jaxsync launch --devices-per-process` has started: that number.
+DEVICES_PER_PROCESS = "JAXSYNC_DEVICES_PER_PROCESS"
 
 _simulated: int | None = None  # written by simulate_devices alone, on the thread that sets the process up
 
@@ -30,7 +33,8 @@ def simulate_devices(n: int) -> None:
 
     Raises:
         BackendStartedError: JAX has made its devices already, and not these; or another `n` was asked for
-            before. The process never continues with fewer devices than asked.
+            before, by this function or by `jaxsync launch --devices-per-process`. The process never
+            continues with fewer devices than asked.
         ArgumentError: `n` is no positive int.
 
     >>> import jaxsync, jax
@@ -46,10 +50,14 @@ def simulate_devices(n: int) -> None:
         return
     if _simulated is not None:
         raise BackendStartedError(asked=n, found=f"simulate_devices({_simulated}) was called before")
+    launched = os.environ.get(DEVICES_PER_PROCESS, "")
+    if launched not in ("", str(n)):
+        found = f"jaxsync launch --devices-per-process has given this process {launched}"
+        raise BackendStartedError(asked=n, found=found, by_launcher=True)
     if has_backend_started():
         _check_started_backend(n)
     else:
-        os.environ[_POOL_SIZE] = str(max(_THREADS_A_DEVICE * n, _num_pool_threads()))
+        os.environ[_POOL_SIZE] = str(max(THREADS_A_DEVICE * n, _num_pool_threads()))
         if not jax.config.jax_platforms:  # type: ignore[attr-defined]  # made at run time
             jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
@@ -107,7 +115,7 @@ def platform_causes() -> tuple[str, ...]:
 def _check_started_backend(n: int) -> None:
     devices = jax.local_devices()
     platform, count = devices[0].platform, len(devices)
-    if platform == "cpu" and count == n and _num_pool_threads() >= _THREADS_A_DEVICE * n:
+    if platform == "cpu" and count == n and _num_pool_threads() >= THREADS_A_DEVICE * n:
         return
     found = f"JAX has already started with {count} {platform} device{'s' * (count != 1)}"
     if platform == "cpu" and count == n:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxsync.devices import THREADS_A_DEVICE
 from jaxsync.versions import extra_packages, library_versions
 
 # What jaxsync is made for; a test compares it with pyproject.toml.
@@ -27,7 +28,6 @@ _CHILD = (
     "print(json.dumps([devices[0].platform, devices[0].device_kind, len(devices)]))"
 )
 _PROJECT_EXTRAS = ("dev", "docs")  # for work on jaxsync itself; to a user they only look as if missing
-_THREADS_A_DEVICE = 2  # as simulate_devices makes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def _check_pool(facts: Facts) -> Iterator[Finding]:
         what = f"XLA_FLAGS asks for {flagged[1]} CPU devices, and JAX_NUM_CPU_DEVICES = {counted}, which wins"
         yield Finding(level="note", what=what, fix="unset one of them")
     number, backend = facts.backend.num_devices, facts.backend
-    wanted = _THREADS_A_DEVICE * number
+    wanted = THREADS_A_DEVICE * number
     if backend.platform == "cpu" and number > 1 and facts.num_pool_threads < wanted:
         yield Finding(
             level="wrong",

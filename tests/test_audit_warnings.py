@@ -237,6 +237,21 @@ def test_a_train_step_has_no_warning(model: str) -> None:
     assert audit.warnings == ()
 
 
+@pytest.mark.parametrize("uses_rows", [True, False])
+def test_a_leaf_with_a_penalty_alone_is_no_fault_of_a_step_unless_no_leaf_sees_the_batch(
+    mesh, uses_rows
+) -> None:
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2 if uses_rows else params["w"] ** 2) + jnp.sum(
+            params["big"]
+        )
+
+    params = {"w": jnp.ones((4, 4)), "big": jnp.ones((256, 256))}  # in buckets of their own
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), jaxsync.make_plan(params, mesh))
+    audit = jaxsync.audit(step, step.init(params), np.ones((16, 4), np.float32))
+    assert kinds(audit) == ([] if uses_rows else [("equal", ("data",))])
+
+
 def test_a_model_parallel_train_step_has_no_warning(mesh) -> None:
     params = {"w": jnp.ones((8, 2)), "b": jnp.zeros(2)}
     plan = jaxsync.make_plan(params, mesh, {"w": P("model"), "b": P()})

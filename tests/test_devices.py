@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import jaxsync
@@ -50,6 +53,27 @@ def test_another_number_before_the_start_is_refused_too(run_python) -> None:
         import jax; print(len(jax.devices()))
     """
     assert run_python(code).stdout == "simulate_devices(2) was called before\n2\n"
+
+
+def test_a_script_and_its_launcher_that_ask_for_different_numbers_are_told(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import jax, jaxsync, sys\n"
+        "jaxsync.simulate_devices(int(sys.argv[1]))\n"
+        "print(jax.local_device_count())\n"
+    )
+    launch = [sys.executable, "-m", "jaxsync", "launch", "-n", "1"]
+
+    def run(*options: str, asked: int) -> subprocess.CompletedProcess[str]:
+        command = [*launch, *options, "--", sys.executable, str(script), str(asked)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    differing = run("--devices-per-process", "2", asked=3)
+    assert differing.returncode == 1
+    assert "Cannot simulate 3 CPU devices: jaxsync launch --devices-per-process has given" in differing.stderr
+    for options in (["--devices-per-process", "3"], []):
+        alike = run(*options, asked=3)
+        assert (alike.returncode, alike.stdout) == (0, "[0] 3\n"), alike.stderr
 
 
 def test_a_late_call_names_the_array_that_started_the_backend(run_python) -> None:

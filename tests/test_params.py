@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,9 +103,47 @@ def test_a_spec_that_does_not_fit_is_named_with_its_reason(mesh, spec, reason: s
     assert caught.value.leaves[0][3] == reason
 
 
-def test_specs_that_are_no_prefix_are_refused(mesh) -> None:
-    with pytest.raises(SpecError, match="no prefix of the tree"):
-        make_plan({"w": jnp.ones(4)}, mesh, {"v": P()})
+@pytest.mark.parametrize(
+    ("specs", "places"),
+    [
+        (
+            {"w": P()},
+            ["params['v'][0] (3,) with no spec: specs has none for this leaf, or for a branch with it"],
+        ),
+        (
+            {"v": P(), "w": P(), "x": P("data")},
+            [f"params['x'] with {P('data')!r}: specs has it where the parameters have no leaf and no branch"],
+        ),
+        (
+            {"v": [P()], "w": {"q": None}},
+            [
+                "params['w'] (4,) with no spec: specs has none for this leaf, or for a branch with it",
+                "params['w']['q'] with None: specs has it where the parameters have no leaf and no branch",
+            ],
+        ),
+        (
+            {"v": (P(),), "w": P()},
+            [
+                f"params with {{'v': ({P()!r},), 'w': {P()!r}}}: specs is a dict where the parameters are of "
+                "another kind, here or further in"
+            ],
+        ),
+    ],
+)
+def test_specs_that_are_no_prefix_are_named_where_they_leave_the_tree(mesh, specs, places) -> None:
+    with pytest.raises(SpecError) as caught:
+        make_plan({"v": [jnp.ones(3)], "w": jnp.ones(4)}, mesh, specs)
+    assert caught.value.places() == places
+
+
+def test_a_path_that_only_begins_alike_is_no_branch(mesh) -> None:
+    Pair = collections.namedtuple("Pair", ["w", "w2"])
+    with pytest.raises(SpecError) as caught:
+        make_plan(Pair(jnp.ones(4), jnp.ones(4)), mesh, Pair(P(), ()))
+    assert [path for path, *_ in caught.value.leaves] == [".w2"]
+
+
+def test_specs_that_are_none_are_refused(mesh) -> None:
     with pytest.raises(SpecError, match="wanted a PartitionSpec"):
         make_plan({"w": jnp.ones(4)}, mesh, {"w": "model"})
 
