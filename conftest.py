@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,6 +54,31 @@ def run_python() -> RunPython:
         )
 
     return run
+
+
+Visit = Callable[..., "dict[str, Any]"]
+
+
+@pytest.fixture(scope="session")
+def visit() -> Visit:
+    """Opens a page in headless Chromium: what `scripts/browse.py` says of it. Nothing is on the console."""
+
+    def open_page(page: Path, *options: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, Path(__file__).parent / "scripts" / "browse.py", str(page), *options],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        if "cannot open shared object file" in done.stderr:
+            pytest.skip(f"Chromium lacks a library of this system: {done.stderr.splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+        visited: dict[str, Any] = json.loads(done.stdout)
+        assert visited["console"] == []
+        return visited
+
+    return open_page
 
 
 @pytest.fixture

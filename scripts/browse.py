@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from PyQt6.QtCore import QTimer, QUrl
@@ -58,7 +57,7 @@ class _Visit:
         self.view.setPage(self.page)
         self.view.resize(args.width, args.height)
         self.page.loadFinished.connect(self._loaded)
-        self.page.load(QUrl.fromUserInput(str(Path(args.page).resolve())))
+        self.page.load(QUrl.fromUserInput(args.page, os.getcwd()))
         self.view.show()
 
     def _loaded(self, is_whole: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -129,3 +130,23 @@ def test_the_pictures_are_what_their_program_draws() -> None:
     spec.loader.exec_module(pictures)
     drawn = {f"{name}.svg": draw() + "\n" for name, draw in pictures.PICTURES.items()}
     assert drawn == {file.name: file.read_text() for file in (DOCS / "concepts/images").iterdir()}
+
+
+def test_the_site_builds_without_a_warning_and_its_pages_need_nothing_from_elsewhere(tmp_path, visit) -> None:
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    for page, title in [("index", "jaxsync"), ("quick-start/index", "Quick start - jaxsync")]:
+        visited = visit(site / f"{page}.html", "--width=360", "--evaluate", f"[document.title, {wide}]")
+        assert visited["value"] == [title, 0]
+        assert len(visited["requests"]) > 3  # the page, its style and its script
+        assert [url for url in visited["requests"] if not url.startswith(site.as_uri())] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,19 @@ LOOK = (Path(__file__).parent / "look.js").read_text()
 EVIL = '<img src="x.png" onerror="document.title=1"><script>document.title=2</script>'
 
 
-def look(file: Path, *options: str) -> dict[str, Any]:
-    """What `look.js` found; the page asked for nothing but itself, and said nothing on the console."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "browse.py", str(file), "--evaluate", LOOK, *options],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    if "cannot open shared object file" in done.stderr:
-        pytest.skip(f"Chromium lacks a library of this system: {done.stderr.splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr
-    visit = json.loads(done.stdout)
-    assert visit["console"] == []
-    assert visit["requests"] == [file.as_uri()]
-    return visit["value"]
+Look = Callable[..., "dict[str, Any]"]
+
+
+@pytest.fixture(scope="session")
+def look(visit) -> Look:
+    """What `look.js` finds in a page, which has asked for nothing but itself."""
+
+    def look_at(file: Path, *options: str) -> dict[str, Any]:
+        visited = visit(file, "--evaluate", LOOK, *options)
+        assert visited["requests"] == [file.as_uri()]
+        return visited["value"]
+
+    return look_at
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +76,7 @@ def forms_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1000])
 @pytest.mark.parametrize("name", ["run_page", "forms_page"])
-def test_a_page_can_be_read(name: str, width: int, scheme: str, request: pytest.FixtureRequest) -> None:
+def test_a_page_can_be_read(look: Look, name: str, width: int, scheme: str, request) -> None:
     file = request.getfixturevalue(name)
     seen = look(file, f"--width={width}", *(["--dark"] if scheme == "dark" else []))
     assert seen["isDark"] == (scheme == "dark")
@@ -92,7 +90,7 @@ def test_a_page_can_be_read(name: str, width: int, scheme: str, request: pytest.
         assert right <= width
 
 
-def test_the_page_of_a_run_has_its_parts(run_page: Path) -> None:
+def test_the_page_of_a_run_has_its_parts(look: Look, run_page: Path) -> None:
     seen = look(run_page)
     assert seen["title"] == "jaxsync run: digits"
     assert seen["headings"] == ["Loss", "Steps per second", "Timeline", "Stalls", "Plan", "Config"]
@@ -101,14 +99,14 @@ def test_the_page_of_a_run_has_its_parts(run_page: Path) -> None:
     assert {"state ended", "devices 8 cpu", "steps 40", "collectives 1 all-reduce"} <= set(lines)
 
 
-def test_names_that_try_to_be_markup_are_text(forms_page: Path) -> None:
+def test_names_that_try_to_be_markup_are_text(look: Look, forms_page: Path) -> None:
     seen = look(forms_page)
     assert seen["title"] == EVIL  # and no script has changed it
     assert seen["numScripts"] == 0
     assert seen["text"].count(EVIL) >= 6  # the heading, four buckets, the hang
 
 
-def test_a_picture_of_the_page_is_dark_where_asked_and_not_empty(run_page: Path, tmp_path: Path) -> None:
+def test_a_picture_is_dark_where_asked_and_not_empty(look: Look, run_page: Path, tmp_path: Path) -> None:
     pictures = {}
     for scheme in ("light", "dark"):
         look(run_page, f"--png={tmp_path / scheme}.png", *(["--dark"] if scheme == "dark" else []))
