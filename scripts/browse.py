@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from PyQt6.QtCore import QTimer, QUrl
+from PyQt6.QtGui import QImage
 from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineUrlRequestInterceptor
 from PyQt6.QtWebEngineWidgets import QWebEngineView
 from PyQt6.QtWidgets import QApplication
@@ -23,7 +24,15 @@ from PyQt6.QtWidgets import QApplication
 # The sandbox of Chromium refuses to start for root, as in most containers; the pages are our own.
 _FLAGS = "--no-sandbox --disable-gpu --log-level=3"
 _LIMIT_S = 60  # for the page to load, the script to run and the picture to be taken
-_SETTLE_MS = 300  # from the last change of size to a picture of all of it
+_POLL_MS = 100
+_SETTLE_MS = 400  # between two pictures, which must be equal: the window shows frames later than the page
+# The height that the page was last drawn with, or 0: two frames later what was asked for first is drawn.
+_DRAWN_HEIGHT = """
+(() => {
+  requestAnimationFrame(() => requestAnimationFrame(() => { window.drawnHeight = innerHeight; }));
+  return window.drawnHeight || 0;
+})()
+"""
 
 
 class _Requests(QWebEngineUrlRequestInterceptor):
@@ -79,10 +88,21 @@ class _Visit:
             QApplication.exit(0)
             return
         self.view.resize(self.args.width, height)
-        QTimer.singleShot(_SETTLE_MS, self._shoot)
+        self._wait_until_drawn()
 
-    def _shoot(self) -> None:
-        QApplication.exit(0 if self.view.grab().save(self.args.png) else 2)
+    def _wait_until_drawn(self) -> None:
+        self.page.runJavaScript(_DRAWN_HEIGHT, self._drawn)
+
+    def _drawn(self, height: float) -> None:
+        is_drawn = height == self.view.height()
+        QTimer.singleShot(*((_SETTLE_MS, self._shoot) if is_drawn else (_POLL_MS, self._wait_until_drawn)))
+
+    def _shoot(self, last: QImage | None = None) -> None:
+        picture = self.view.grab().toImage()
+        if picture == last:
+            QApplication.exit(0 if picture.save(self.args.png) else 2)
+        else:
+            QTimer.singleShot(_SETTLE_MS, lambda: self._shoot(picture))
 
 
 def main() -> int:
