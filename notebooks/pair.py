@@ -8,6 +8,7 @@ only change there is.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,30 @@ def _make_cell(number: int, cell: Any) -> dict[str, Any]:
     return made
 
 
+def write_pair(source: Path) -> str:
+    """Writes the .ipynb of a source. Returns why not, if that would undo what somebody wrote in Jupyter."""
+    target, made = source.with_suffix(".ipynb"), make_notebook(source)
+    if target.exists() and _is_edited(target, made) and target.stat().st_mtime > source.stat().st_mtime:
+        return (
+            f"{target.name} was changed after its source, and stays as it is. To take the changes over: "
+            f"jupytext --to py:percent {target}. To drop them: delete it, and run this again."
+        )
+    target.write_text(made, encoding="utf-8")
+    return ""
+
+
+def _is_edited(target: Path, made: str) -> bool:
+    """Whether it has other cells than the source: outputs alone can be made again."""
+    try:
+        found = json.loads(target.read_text(encoding="utf-8"))
+        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in found["cells"]]
+    except (ValueError, KeyError, TypeError):
+        return True
+    wanted = json.loads(made)["cells"]
+    return cells != [(cell["cell_type"], "".join(cell["source"])) for cell in wanted]
+
+
 if __name__ == "__main__":
     for source in sources():
-        source.with_suffix(".ipynb").write_text(make_notebook(source), encoding="utf-8")
+        if kept := write_pair(source):
+            print(kept, file=sys.stderr)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import ModuleType
 
-import nbclient
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).parents[1]
@@ -25,32 +22,17 @@ NAMES = [
     "04-sharded-state",
     "05-jaxsync-in-100-lines",
 ]
-LIMIT_S = 120.0  # for all cells of a notebook; a kernel that takes longer is killed
 
 
-class OwnKernel(AsyncKernelManager):
-    """The kernel of the running interpreter, whatever kernels are installed."""
+def load(name: str) -> ModuleType:
+    """A program that stands beside the notebooks."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "notebooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    @property
-    def kernel_spec(self) -> KernelSpec:
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, language="python")
 
-
-def execute(notebook: NotebookNode, limit_s: float = LIMIT_S) -> NotebookNode:
-    """Runs all cells; a cell that fails or is not done in time is shown with what it ended with."""
-    end_s = time.monotonic() + limit_s
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout_func=lambda _: max(end_s - time.monotonic(), 0.01),
-        kernel_manager_class=OwnKernel,
-        shutdown_kernel="immediate",
-        resources={"metadata": {"path": str(ROOT / "notebooks")}},
-    )
-    try:
-        return client.execute()
-    except (CellExecutionError, CellTimeoutError) as error:
-        raise AssertionError(re.sub(r"\x1b\[[0-9;]*m", "", str(error))) from None
+pair, run = load("pair"), load("run")
 
 
 def outputs_of(notebook: NotebookNode) -> list[NotebookNode]:
@@ -59,7 +41,8 @@ def outputs_of(notebook: NotebookNode) -> list[NotebookNode]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_shows_a_picture_and_ends_with_its_claim(name: str) -> None:
-    done = execute(nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4))
+    done = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    run.execute(done)
     outputs = outputs_of(done)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     printed = "".join(output.text for output in outputs if output.get("name") == "stderr")
@@ -69,9 +52,6 @@ def test_a_notebook_runs_shows_a_picture_and_ends_with_its_claim(name: str) -> N
 
 
 def test_there_are_these_notebooks_and_each_has_the_pair_that_its_source_makes() -> None:
-    spec = importlib.util.spec_from_file_location("pair", ROOT / "notebooks/pair.py")
-    pair = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pair)
     assert [source.stem for source in pair.sources()] == NAMES
     assert sorted(file.stem for file in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
     for source in pair.sources():
@@ -107,7 +87,7 @@ def cells(*sources: str) -> NotebookNode:
 
 def test_a_cell_that_fails_is_shown_with_its_error() -> None:
     with pytest.raises(AssertionError) as found:
-        execute(cells("number = 7", "assert number == 8, f'got {number}'", "never = True"))
+        run.execute(cells("number = 7", "assert number == 8, f'got {number}'", "never = True"))
     assert "assert number == 8, f'got {number}'" in str(found.value)
     assert "AssertionError: got 7" in str(found.value)
     assert "never = True" not in str(found.value)
@@ -115,9 +95,57 @@ def test_a_cell_that_fails_is_shown_with_its_error() -> None:
 
 def test_a_cell_that_does_not_end_is_shown_and_its_kernel_killed() -> None:
     with pytest.raises(AssertionError, match=r"threading\.Event\(\)\.wait\(\)"):
-        execute(cells("import threading", "threading.Event().wait()"), limit_s=3.0)
+        run.execute(cells("import threading", "threading.Event().wait()"), limit_s=3.0)
 
 
 def test_cells_run_in_the_interpreter_that_runs_the_tests() -> None:
-    [output] = outputs_of(execute(cells("import sys\nprint(sys.executable)")))
+    notebook = cells("import sys\nprint(sys.executable)")
+    run.execute(notebook)
+    [output] = outputs_of(notebook)
     assert output.text.strip() == sys.executable
+
+
+def test_what_ran_is_kept_when_a_cell_fails(tmp_path: Path) -> None:
+    source, target = tmp_path / "source.ipynb", tmp_path / "target.ipynb"
+    nbformat.write(cells("print('so far')", "assert 1 == 2", "never = True"), source)
+    command = [sys.executable, str(ROOT / "notebooks" / "run.py"), str(source), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "assert 1 == 2" in done.stderr
+    assert "without encryption" not in done.stderr
+    first, second, third = nbformat.read(target, as_version=4).cells
+    assert [output.get("text", output.get("ename")) for output in first.outputs + second.outputs] == [
+        "so far\n",
+        "AssertionError",
+    ]
+    assert third.outputs == []
+
+
+def test_what_was_written_in_jupyter_is_not_overwritten(tmp_path: Path) -> None:
+    source, target = tmp_path / "09-mine.py", tmp_path / "09-mine.ipynb"
+    source.write_text("# %%\nx = 1\n")
+    assert pair.write_pair(source) == ""
+    made = target.read_text()
+    target.write_text(made.replace("x = 1", "an_hour = 'of my work'"))
+    os.utime(source, (1, 1))
+    assert pair.write_pair(source).startswith(
+        "09-mine.ipynb was changed after its source, and stays as it is."
+    )
+    assert "an_hour" in target.read_text()
+    os.utime(target, (0, 0))  # the source is the newer one again
+    assert pair.write_pair(source) == ""
+    assert target.read_text() == made
+
+
+def test_outputs_alone_are_taken_out_again(tmp_path: Path) -> None:
+    source = tmp_path / "09-mine.py"
+    source.write_text("# %%\nprint(1)\n")
+    pair.write_pair(source)
+    target = source.with_suffix(".ipynb")
+    made, notebook = target.read_text(), nbformat.read(target, as_version=4)
+    run.execute(notebook)
+    nbformat.write(notebook, target)
+    os.utime(source, (1, 1))
+    assert target.read_text() != made
+    assert pair.write_pair(source) == ""
+    assert target.read_text() == made
