@@ -118,3 +118,9 @@ def test_a_picture_is_dark_where_asked_and_not_empty(look: Look, run_page: Path,
     for picture in pictures.values():
         bands = np.array_split(picture, 20)
         assert sum(np.ptp(band) > 0.5 for band in bands) >= 18  # something on nearly every part of the page
+
+
+def test_what_a_page_asks_of_others_would_be_seen(visit, tmp_path: Path) -> None:
+    page, style, image = tmp_path / "page.html", "https://cdn.example/x.css", "http://127.0.0.1:9/image.png"
+    page.write_text(f"<!DOCTYPE html><link rel=stylesheet href={style}><img src={image}>")
+    assert set(visit(page)["requests"]) == {page.as_uri(), style, image}
