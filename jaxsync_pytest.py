@@ -28,7 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="Simulate N CPU devices. Overrides jaxsync_devices of the configuration.",
     )
-    parser.addini("jaxsync_devices", "How many CPU devices to simulate; by default none are.", default="")
+    # A number is a string in every format but that of [tool.pytest], where pytest takes what it is told to.
+    kind: Any = int | str if pytest.version_tuple >= (9, 2) else None
+    parser.addini(
+        "jaxsync_devices", "How many CPU devices to simulate; by default none are.", type=kind, default=""
+    )
     parser.addini(
         "jaxsync_leak_checks",
         "What the sync_client fixture looks for: any of threads, tickets and arrays.",
@@ -40,10 +44,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Simulates the devices: here, since a conftest.py may make an array when it is imported."""
-    asked = early_config.known_args_namespace.jaxsync_devices or early_config.getini("jaxsync_devices")
+    given = early_config.known_args_namespace.jaxsync_devices or early_config.getini("jaxsync_devices")
+    asked = str(given).strip("\"'")  # an ini file keeps the quotes that a TOML file needs
     if not asked:
         return
-    if not asked.isdecimal():
+    if not asked.isdecimal() or int(asked) < 1:
         raise pytest.UsageError(
             f"--jaxsync-devices (jaxsync_devices) is {asked!r}: wanted a number such as 8"
         )

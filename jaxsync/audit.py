@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxsync.audit_warnings import AuditWarning, loop_warnings, missing_warnings, sum_warnings
 from jaxsync.collectives import KINDS, Collective, read_collectives
 from jaxsync.errors import ArgumentError
+from jaxsync.fork import check_not_forked
 from jaxsync.hlo import Module, parse_module
 from jaxsync.plan import SyncPlan
 from jaxsync.report import format_bytes, format_count, format_table
@@ -101,6 +102,7 @@ def audit(fn: Any, *args: Any, **kwargs: Any) -> Audit:
 
     Raises:
         ArgumentError: `fn` is a `TrainStep`, and its state or its batch is missing.
+        ForkedProcessError: The process was forked from one that had started JAX.
 
     >>> import jax, jax.numpy as jnp, jaxsync
     >>> from jax.sharding import PartitionSpec as P
@@ -110,6 +112,7 @@ def audit(fn: Any, *args: Any, **kwargs: Any) -> Audit:
     >>> report.count("all-reduce"), report.collectives[0].axes, report.num_bytes, report.warnings
     (1, ('data',), 4, ())
     """
+    check_not_forked("audit")
     plan = getattr(fn, "plan", None)
     if isinstance(plan, SyncPlan) and len(args) + len(kwargs) < 2:
         wanted = "the arguments of the step too: audit(step, state, batch)"

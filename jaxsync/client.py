@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from jaxsync.arguments import check_flags
 from jaxsync.callbacks import check_in_reach, do_nothing
 from jaxsync.calls import Calls
 from jaxsync.config import SyncConfig
@@ -22,12 +23,12 @@ from jaxsync.errors import (
     CallbackError,
     ClosedError,
     DataShardedError,
-    ForkedProcessError,
     StartConflictError,
     TracedSubmissionError,
     WrongThreadError,
 )
 from jaxsync.exchange import Exchange
+from jaxsync.fork import check_not_forked
 from jaxsync.host.loop import Loop
 from jaxsync.host.recorder import Recorder
 from jaxsync.host.ticket import Ticket
@@ -77,9 +78,9 @@ class SyncClient:
     """
 
     def __init__(self, mesh: Mesh, config: SyncConfig | None = None) -> None:
+        check_not_forked("SyncClient")
         self.config = SyncConfig() if config is None else config
         self.mesh = mesh
-        self._pid = os.getpid()
         empty = make_plan({}, mesh, config=self.config)
         self._senders = Senders(concrete_mesh(empty))
         self._registration = Registration(empty, mesh, self._senders.devices)
@@ -89,7 +90,7 @@ class SyncClient:
         self._loop = self._exchange.loop
         self._calls = Calls(self._exchange, self._registration, self._senders)
         # Runs when the last reference goes, and at exit.
-        self._finalizer = finalizer = weakref.finalize(self, _shut_down, self._loop, self._pid)
+        self._finalizer = finalizer = weakref.finalize(self, _shut_down, self._loop, os.getpid())
         _open.add(self)
         self._loop.start(lambda: finalizer.alive)
 
@@ -121,6 +122,7 @@ class SyncClient:
             `params`.
 
         Raises:
+            ArgumentError: `broadcast` is no bool.
             RegistrationError, SpecError, MeshError: As for `make_plan`.
             DataShardedError: A parameter is sharded over a data axis.
             ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
@@ -133,6 +135,7 @@ class SyncClient:
             JaxsyncError: What the client is broken by.
         """
         self._check("register_sync_parameters", params)
+        check_flags("SyncClient.register_sync_parameters", broadcast=broadcast)
         if device is not None:
             self._calls.announce(self._senders.index(device, "register_sync_parameters"), params)
             return params
@@ -252,7 +255,7 @@ class SyncClient:
 
         Threading: waits for nobody.
         """
-        self._check_fork("describe")
+        check_not_forked("describe")
         state, steps = look(self._exchange, self._registration)
         lines = [f"SyncClient over mesh ({format_mesh(self.mesh)})", f"next step {state.first}"]
         if state.failure is not None:
@@ -277,7 +280,7 @@ class SyncClient:
         step 0: of 1 buckets 0 are launched and 0 finished
           cpu:1 has not synced, nor handed over the gradients of ['w']
         """
-        self._check_fork("open_steps")
+        check_not_forked("open_steps")
         return look(self._exchange, self._registration)[1]
 
     def statistics(self) -> Mapping[str, int]:
@@ -285,7 +288,7 @@ class SyncClient:
 
         Threading: waits for nobody.
         """
-        self._check_fork("statistics")
+        check_not_forked("statistics")
         return self._exchange.counts()
 
     def record(self) -> str:
@@ -293,7 +296,7 @@ class SyncClient:
 
         Threading: waits for nobody.
         """
-        self._check_fork("record")
+        check_not_forked("record")
         return self._recorder.to_json()
 
     def close(self, timeout: float = _CLOSE_S) -> None:
@@ -313,7 +316,7 @@ class SyncClient:
             TimeoutError: The thread had not ended in time; it ends as soon as its callback does.
             WrongThreadError: Called on the loop's thread.
         """
-        self._check_fork("close")
+        check_not_forked("close")
         if self._loop.is_loop_thread():
             raise WrongThreadError(function="close")
         deadline = time.monotonic() + timeout
@@ -337,7 +340,7 @@ class SyncClient:
         if error is None:
             self.close()
             return
-        self._check_fork("leaving the client")
+        check_not_forked("leaving the client")
         self._exchange.fail(error)
         try:
             self.close()
@@ -350,17 +353,13 @@ class SyncClient:
         return self._loop.state.is_closed
 
     def _check(self, function: str, values: Any = None) -> None:
-        self._check_fork(function)
+        check_not_forked(function)
         state = self._loop.state
         if state.is_closed:
             raise ClosedError(function=function)
         # A list, since a generator takes twice as long, and this runs for every gradient.
         if values is not None and any([isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values)]):  # noqa: C419
             raise TracedSubmissionError(function=function)
-
-    def _check_fork(self, function: str) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcessError(function=function)
 
 
 def _shut_down(loop: Loop, pid: int) -> None:
@@ -394,6 +393,7 @@ def start(mesh: Mesh, config: SyncConfig | None = None) -> SyncClient:
 
     Raises:
         StartConflictError: One is open with another mesh or config.
+        ForkedProcessError: The process was forked from one that had started JAX.
 
     >>> import jaxsync
     >>> client = start(jaxsync.make_mesh({"data": 2}))
@@ -402,10 +402,11 @@ def start(mesh: Mesh, config: SyncConfig | None = None) -> SyncClient:
     >>> client.close()
     """
     global _started
+    check_not_forked("start")
     config = SyncConfig() if config is None else config
     with _start_lock:
         current = None if _started is None else _started()
-        if current is None or current.is_closed or current._pid != os.getpid():
+        if current is None or current.is_closed:
             current = SyncClient(mesh, config)
             _started = weakref.ref(current)
             return current

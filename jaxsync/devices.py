@@ -9,6 +9,7 @@ from types import ModuleType
 import jax
 
 from jaxsync.errors import ArgumentError, BackendStartedError, DeviceCountError
+from jaxsync.fork import note_fork
 
 # XLA's CPU runtime runs every device's share of a program on one pool. A collective parks one thread a
 # device until all have come, so a pool of fewer threads than devices in flight waits for itself. Twice the
@@ -64,6 +65,11 @@ def simulate_devices(n: int) -> None:
     _simulated = n
 
 
+def num_simulated() -> int:
+    """How many devices `simulate_devices` has given this process; 0 if it was not called."""
+    return _simulated or 0
+
+
 def _num_pool_threads() -> int:
     value = os.environ.get(_POOL_SIZE, "")
     return int(value) if value.isdigit() else os.cpu_count() or 1
@@ -79,6 +85,12 @@ def has_backend_started() -> bool:
         return True
     jax.config.update("jax_num_cpu_devices", count)
     return False
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    # Asked in the child: there no other thread can start JAX while the question changes its setting. And at
+    # the fork, since a child that was forked before JAX started may start one of its own.
+    os.register_at_fork(after_in_child=lambda: note_fork(had_jax=has_backend_started()))
 
 
 def all_devices(asked: int) -> list[jax.Device]:

@@ -318,7 +318,7 @@ def format_report(facts: Facts, findings: tuple[Finding, ...]) -> str:
     if backend.platform == "cpu":
         rows.append(["pool threads", str(facts.num_pool_threads)])
     rows += [[name, version] for name, version in facts.versions.items()]
-    rows += [[f"extra {extra}", _extra(packages)] for extra, packages in facts.extras.items()]
+    rows += [[f"extra {extra}", _extra(extra, packages)] for extra, packages in facts.extras.items()]
     rows += [[name, value] for name, value in facts.environment.items()]
     width = max(len(label) for label, _ in rows)
     table = [f"{label.ljust(width)}  {value}" for label, value in rows]
@@ -326,8 +326,9 @@ def format_report(facts: Facts, findings: tuple[Finding, ...]) -> str:
     return "\n".join([*table, "", *lines])
 
 
-def _extra(packages: Mapping[str, str | None]) -> str:
+def _extra(extra: str, packages: Mapping[str, str | None]) -> str:
     missing = [name for name, version in packages.items() if version is None]
     if not missing:
         return "installed"
-    return "not installed" if len(missing) == len(packages) else f"without {', '.join(missing)}"
+    state = "not installed" if len(missing) == len(packages) else f"without {', '.join(missing)}"
+    return f"{state}: pip install 'jaxsync[{extra}]'"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxsync.devices import all_devices
+from jaxsync.devices import all_devices, num_simulated
 from jaxsync.errors import ArgumentError, DeviceCountError, MeshError
 
 AnyMesh = Mesh | AbstractMesh
@@ -47,8 +48,41 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
         raise MeshError(mesh=str(dict(axes)), problems=("a device is given twice",))
     if asked > len(found):
         platform = found[0].platform if found else "no"
-        raise DeviceCountError(asked=asked, found=len(found), platform=f"platform {platform}")
+        simulated = num_simulated() if devices is None else 0
+        raise DeviceCountError(
+            asked=asked, found=len(found), platform=f"platform {platform}", simulated=simulated
+        )
     return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=found[:asked])
+
+
+def flatten_mesh(mesh: AnyMesh) -> tuple[Any, ...]:
+    """What a mesh is, without its devices, which no pickle can hold: `unflatten_mesh` makes it again.
+
+    >>> mesh = make_mesh({"data": 4, "model": 2})
+    >>> unflatten_mesh(*flatten_mesh(mesh)) == mesh
+    True
+    """
+    if not isinstance(mesh, Mesh):
+        return (mesh,)
+    ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
+    return ids, tuple(mesh.axis_names), tuple(mesh.axis_types)
+
+
+def unflatten_mesh(ids: Any, *axes: Any) -> AnyMesh:
+    """The mesh of what `flatten_mesh` returned, on the devices of this process's JAX with the same numbers.
+
+    Raises:
+        DeviceCountError: JAX has not all of them here; or cannot start.
+    """
+    if isinstance(ids, AbstractMesh):
+        return ids
+    found = {device.id: device for device in all_devices(ids.size)}
+    if missing := set(ids.flat) - found.keys():
+        problem = f"it has no device of number {min(missing)}"
+        platform = f"platform {next(iter(found.values())).platform}; {problem}"
+        raise DeviceCountError(asked=ids.size, found=len(found), platform=platform, simulated=num_simulated())
+    names, types = axes
+    return Mesh(np.vectorize(found.get, otypes=[object])(ids), names, axis_types=types)
 
 
 def uses_gloo(mesh: AnyMesh) -> bool:
@@ -84,4 +118,5 @@ def check_axes(mesh: AnyMesh, axes: Sequence[str]) -> None:
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing:
         problems = tuple(f"SyncConfig.axis names {axis!r}, which the mesh does not have" for axis in missing)
-        raise MeshError(mesh=format_mesh(mesh), problems=problems)
+        names = tuple(map(str, mesh.axis_names))
+        raise MeshError(mesh=format_mesh(mesh), problems=problems, axes=names, missing=tuple(missing))

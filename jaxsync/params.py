@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsync.errors import RegistrationError, SpecError
 from jaxsync.mesh import AnyMesh, axis_sizes
+from jaxsync.prefix import is_spec, misplaced_specs
 
 Kind = Literal["float", "complex", "integer", "bool", "key", "float0", "empty"]
 
@@ -192,16 +193,13 @@ def _leaf_specs(
     if specs is None:
         return [_placed_spec(leaf, mesh) for _, leaf in named]
 
-    def is_spec(node: Any) -> bool:
-        return node is None or isinstance(node, PartitionSpec)
-
     try:
         full = jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
-        raise SpecError(leaves=_misplaced_specs(named, specs, is_spec)) from error
+        raise SpecError(leaves=misplaced_specs(specs, params)) from error
     flat = jax.tree.leaves(full, is_leaf=is_spec)
     if len(flat) != len(named):  # None leaves of params broadcast a spec of their own
-        flat = _drop_none_leaves(full, params, is_spec)
+        flat = _drop_none_leaves(full, params)
     wrong = [
         (path, "", repr(spec), "wanted a PartitionSpec")
         for (path, _), spec in zip(named, flat, strict=True)
@@ -212,32 +210,7 @@ def _leaf_specs(
     return [PartitionSpec() if spec is None else spec for spec in flat]
 
 
-def _misplaced_specs(
-    named: Sequence[tuple[str, Any]], specs: Any, is_spec: Any
-) -> tuple[tuple[str, str, str, str], ...]:
-    """Why `specs` is no prefix of the tree: the leaves without a spec, and the specs without a leaf."""
-    with_path = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    placed = [(jax.tree_util.keystr(path), spec) for path, spec in with_path]
-    bare = [
-        (path, str(tuple(leaf.shape)), "no spec", "specs has none for this leaf, or for a branch with it")
-        for path, leaf in named
-        if not any(_is_within(path, place) for place, _ in placed)
-    ]
-    astray = [
-        (place, "", repr(spec), "specs has it where the parameters have no leaf and no branch")
-        for place, spec in placed
-        if not any(_is_within(path, place) for path, _ in named)
-    ]
-    kind = f"specs is a {type(specs).__name__} where the parameters are of another kind, here or further in"
-    return (*bare, *astray) or (("", "", repr(specs), kind),)
-
-
-def _is_within(path: str, place: str) -> bool:
-    rest = path[len(place) :]
-    return path.startswith(place) and (not rest or rest[0] in ".[")
-
-
-def _drop_none_leaves(full: Any, params: Any, is_spec: Any) -> list[Any]:
+def _drop_none_leaves(full: Any, params: Any) -> list[Any]:
     leaves = jax.tree.leaves(params, is_leaf=lambda node: node is None)
     flat = jax.tree.leaves(full, is_leaf=is_spec)
     return [spec for spec, leaf in zip(flat, leaves, strict=True) if leaf is not None]

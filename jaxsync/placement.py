@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxsync.errors import BatchError, MeshError, ReplicaMismatchError
+from jaxsync.fork import check_not_forked
 from jaxsync.mesh import format_mesh
 from jaxsync.multiprocess.runtime import check_joined
 from jaxsync.params import Leaf
@@ -62,21 +63,27 @@ def _dtype(leaf: Leaf) -> Any:
     return next(key.dtype for key in keys if str(key.dtype) == leaf.dtype)
 
 
-def check_replicas_equal(tree: Any) -> None:
+def check_replicas_equal(tree: Any, name: str = "params") -> None:
     """Refuses arrays whose replicas hold different bits (NaNs of equal bits are equal).
 
     Reads every addressable shard of every array that has replicas; arrays that live once cost nothing.
 
+    Args:
+        tree: The arrays.
+        name: What the tree is called.
+
     Raises:
         ReplicaMismatchError: Names each such leaf and two devices that differ.
+        ForkedProcessError: The process was forked from one that had started JAX.
     """
+    check_not_forked("comparing replicas")
     found = [
         (jax.tree_util.keystr(path), *devices)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if (devices := _differing_devices(leaf))
     ]
     if found:
-        raise ReplicaMismatchError(leaves=tuple(found))
+        raise ReplicaMismatchError(leaves=tuple(found), tree=name)
 
 
 def _differing_devices(leaf: Any) -> tuple[str, str] | None:
@@ -158,7 +165,7 @@ def check_batch(batch: Any, divisor: int) -> None:
     bad = []
     for path, shape in rows.items():
         if shape[0] == 0 or shape[0] % divisor:
-            count = f"{shape[0]} rows are no multiple of it" if shape[0] else "it has no rows"
+            count = f"{shape[0]} rows are no multiple of {divisor}" if shape[0] else "it has no rows"
             bad.append((path, str(shape), count))
         elif shape[0] != usual:
             bad.append((path, str(shape), f"{shape[0]} rows, where other leaves have {usual}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import jax
@@ -14,8 +14,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxsync.buckets import Bucket, make_buckets
 from jaxsync.config import SyncConfig
 from jaxsync.errors import ArgumentError, ConfigError
-from jaxsync.mesh import AnyMesh, axis_sizes, check_axes, format_mesh, num_devices, uses_gloo
+from jaxsync.mesh import (
+    AnyMesh,
+    axis_sizes,
+    check_axes,
+    flatten_mesh,
+    format_mesh,
+    num_devices,
+    unflatten_mesh,
+    uses_gloo,
+)
 from jaxsync.params import Leaf, make_leaves
+from jaxsync.prefix import is_spec
 from jaxsync.report import format_bytes, format_count
 from jaxsync.report.bucket_map import draw_buckets
 from jaxsync.report.markup import fragment
@@ -53,6 +63,11 @@ class SyncPlan:
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Also states hold a plan, and are pickled; the devices of a mesh are not.
+        facts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "mesh"}
+        return _rebuild, (flatten_mesh(self.mesh), facts)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -153,6 +168,10 @@ class SyncPlan:
         )
 
 
+def _rebuild(mesh: tuple[Any, ...], facts: dict[str, Any]) -> SyncPlan:
+    return SyncPlan(mesh=unflatten_mesh(*mesh), **facts)
+
+
 def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig | None = None) -> SyncPlan:
     """The plan that syncs the gradients of `params` over `mesh`.
 
@@ -166,7 +185,7 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
         config: Default `SyncConfig()`.
 
     Raises:
-        ArgumentError: `mesh` or `config` is something else.
+        ArgumentError: `mesh`, `specs` or `config` is something else.
         ConfigError: The reduce dtype has 64 bits, and JAX is not set to compute in them.
         MeshError: The mesh lacks a data axis of the config.
         RegistrationError: A leaf is no array.
@@ -179,7 +198,7 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
     (1, 24)
     """
     config = SyncConfig() if config is None else config
-    _check_arguments(mesh, config)
+    _check_arguments(mesh, specs, config)
     check_axes(mesh, config.axes)
     leaves, treedef = make_leaves(params, mesh, specs, config.axes)
     buckets = make_buckets(leaves, config, is_over_gloo=uses_gloo(mesh))
@@ -193,12 +212,16 @@ def make_plan(params: Any, mesh: AnyMesh, specs: Any = None, config: SyncConfig 
     )
 
 
-def _check_arguments(mesh: Any, config: Any) -> None:
+def _check_arguments(mesh: Any, specs: Any, config: Any) -> None:
     for argument, value, kind in (("mesh", mesh, (Mesh, AbstractMesh)), ("config", config, SyncConfig)):
         if not isinstance(value, kind):
             wanted = "a jax.sharding.Mesh" if argument == "mesh" else "a SyncConfig"
             got = f"a {type(value).__name__}"
             raise ArgumentError(function="make_plan", argument=argument, got=got, wanted=wanted)
+    if not is_spec(specs) and jax.tree_util.all_leaves([specs]):  # else each leaf would be told of it
+        wanted = "a prefix tree of PartitionSpecs" + "; pass it as config=" * isinstance(specs, SyncConfig)
+        got = repr(specs) if isinstance(specs, str) else f"a {type(specs).__name__}"
+        raise ArgumentError(function="make_plan", argument="specs", got=got, wanted=wanted)
     dtype = config.reduce_dtype
     if dtype not in (None, "own") and str(jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         problem = f"reduce_dtype = {dtype!r}: JAX computes in 32 bits unless jax_enable_x64 is set"

@@ -71,6 +71,13 @@ def mark_axes(mark: pytest.Mark | None) -> dict[str, int] | None:
     return dict(mark.kwargs) if mark is not None and is_ours else None
 
 
+def _format_mark(mark: pytest.Mark | None) -> str:
+    if mark is None:
+        return "no mark"
+    arguments = [*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())]
+    return f"{mark.name}({', '.join(arguments)})"
+
+
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -104,7 +111,8 @@ def make_test_mesh(mark: pytest.Mark | None) -> Mesh:
             subject="sync_mesh", found=1, wanted=2, allow="mark the test with mesh(data=1)"
         )
     if axes is None:
-        raise pytest.UsageError("sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)")
+        wanted = "axes and sizes in the mark, such as mesh(data=4, model=2)"
+        raise pytest.UsageError(f"sync_mesh: got {_format_mark(mark)}; wanted {wanted}")
     return make_mesh(axes)
 
 

@@ -205,7 +205,9 @@ class Reductions:
         with _number_types(now):
             program = sync_program(now.plan, buckets, leaves)
             arrays = assemble(now.plan, self._take_gradients(step, leaves))
-            outputs = process_launcher().launch(lambda: program(arrays), self._window, lambda out: (out[0],))
+            outputs = process_launcher().launch(
+                lambda: program(arrays), self._window, lambda out: (out[0],), caller=self
+            )
         now_s = time.monotonic()
         self.paused_s += now_s - start_s
         every = tuple(itertools.chain.from_iterable(leaves))

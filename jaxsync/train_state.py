@@ -15,13 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import GetAttrKey
 
 from jaxsync.errors import TreeMismatchError
+from jaxsync.fork import check_not_forked
 from jaxsync.host.launcher import check_not_deleted, process_launcher, resolve_window
 from jaxsync.ingraph.packed import Packed, is_packed, split, unpack_all
 from jaxsync.ingraph.sharded import cut_like, gather_all
 from jaxsync.ingraph.shards import Shard, holds_array, is_shard
 from jaxsync.mismatch import tree_problems
 from jaxsync.multiprocess.consent import agree_on_values
-from jaxsync.placement import put
+from jaxsync.placement import check_replicas_equal, put
 from jaxsync.plan import SyncPlan
 
 
@@ -49,6 +50,7 @@ class TrainState:
 
         Raises:
             DeletedArrayError: The state was donated to a step.
+            ForkedProcessError: The process was forked from one that had started JAX.
         """
         return _show("state.params", self.packed_params)
 
@@ -61,6 +63,7 @@ class TrainState:
 
         Raises:
             DeletedArrayError: The state was donated to a step.
+            ForkedProcessError: The process was forked from one that had started JAX.
         """
         return _show("state.opt_state", self.packed_opt_state)
 
@@ -69,10 +72,13 @@ class TrainState:
 
         Raises:
             TreeMismatchError: A new tree has another structure, or a leaf another shape or dtype.
+            ReplicaMismatchError: A new array claims to be replicated, and its replicas differ.
             DeletedArrayError: The state was donated to a step.
+            ForkedProcessError: The process was forked from one that had started JAX.
             DisagreementError: Several processes bring other values.
             AbsentProcessError: Not all of several processes came.
         """
+        check_not_forked("state.replace")
         old = {"params": self.packed_params, "opt_state": self.packed_opt_state}
         check_not_deleted(jax.tree.leaves(old), {"state": self})
         new = {
@@ -108,6 +114,7 @@ def _is_kept(x: Any) -> bool:
 
 
 def _show(name: str, tree: Any) -> Any:
+    check_not_forked(name)
     arrays = jax.tree.leaves(tree)
     # A state on the host is shown on the host.
     if any(isinstance(x, np.ndarray | np.generic) for x in arrays):
@@ -219,6 +226,7 @@ def _repack(name: str, old: Any, new: Any) -> Any:
         )
 
     _check_same_leaves(name, old, new)
+    check_replicas_equal(new, name)
     agree_on_values(name, new, [x.sharding for x in jax.tree.leaves(old)])
     program = jax.jit(pack, out_shardings=jax.tree.map(lambda x: x.sharding, old))
     pieces = [_bring_to(was, piece) for was, piece in zip(wanted, outer.flatten_up_to(new), strict=True)]

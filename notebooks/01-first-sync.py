@@ -23,6 +23,8 @@
 #
 # Eight CPU devices are simulated, so this runs anywhere. It must be said before JAX is used; run again,
 # the cell does nothing. With accelerators, leave that line out: nothing else changes but the number.
+#
+# It needs `pip install 'jaxsync[notebook]'`; in a checkout `pip install '.[notebook]'`.
 
 # %%
 import itertools

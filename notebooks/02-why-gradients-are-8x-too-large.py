@@ -14,6 +14,8 @@
 # You move a training step from `pmap` to `shard_map`, keep its `pmean(grads)`, and training falls apart.
 # Or worse, it does not, and is only a little bad. Nothing has warned you. The gradients are too large by
 # exactly the number of devices. This notebook shows where the factor comes from, and how to see it.
+#
+# It needs `pip install 'jaxsync[notebook]'`; in a checkout `pip install '.[notebook]'`.
 
 # %%
 import jax

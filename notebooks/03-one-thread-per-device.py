@@ -15,6 +15,8 @@
 # gradients at its own pace and hands them over. A client on the host waits until all have come, adds them
 # up, and answers everybody. First we watch it work, with one device slower than the others. Then a device
 # goes missing, which is where such code usually hangs for ever.
+#
+# It needs `pip install 'jaxsync[notebook]'`; in a checkout `pip install '.[notebook]'`.
 
 # %%
 import json

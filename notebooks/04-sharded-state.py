@@ -19,6 +19,8 @@
 # - the **parameters too** (FSDP; ZeRO, stage 3): a spec that has the data axis.
 #
 # We look at what each device then holds, and check that the training is the same.
+#
+# It needs `pip install 'jaxsync[notebook]'`; in a checkout `pip install '.[notebook]'`.
 
 # %%
 import jax

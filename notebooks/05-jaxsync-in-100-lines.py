@@ -15,6 +15,8 @@
 # reduction, gradients of *varying* parameters, microbatches that are added up before they are reduced,
 # and a bound on how far a loop may run ahead of the devices. The library adds many kinds of leaves,
 # shardings, optimizers, processes and errors to this, and no other idea.
+#
+# It needs `pip install 'jaxsync[notebook]'`; in a checkout `pip install '.[notebook]'`.
 
 # %%
 import collections

@@ -20,6 +20,7 @@ import pytest
 import jaxsync
 from jaxsync import SyncConfig
 from jaxsync.cli import main
+from jaxsync.cli.progress import progress_bar
 from jaxsync.cli.train import format_result
 from jaxsync.cli.tune import format_tune_result
 from jaxsync.reference import importing_from
@@ -41,7 +42,9 @@ def run_process(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_run_prints_its_report_on_stdout_and_the_bar_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_report_on_stdout_and_its_progress_on_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["train", DIGITS, *SHORT]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -58,8 +61,44 @@ def test_a_run_prints_its_report_on_stdout_and_the_bar_on_stderr(capsys: pytest.
     ]
     columns = {len(line) - len(line.partition("  ")[2].lstrip()) for line in lines}
     assert len(columns) == 1  # aligned
-    assert "4/4" in err
-    assert "4/4" not in out
+    # No terminal: nothing moves, and there is a line for the first step and one for the last.
+    first, last = err.splitlines()
+    assert re.fullmatch(r"digits  step 1/4  loss \d\.\d{4}  - steps/s", first)
+    assert re.fullmatch(r"digits  step 4/4  loss \d\.\d{4}  [\d.]+ steps/s", last)
+
+
+def test_lines_of_progress_are_few_and_the_last_is_among_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("job", list, "{description} {completed}/{total}", feature="", total=300) as move:
+        for number in range(1, 201):
+            move(completed=number)
+        move(description="end")
+    lines = capsys.readouterr().err.splitlines()
+    assert (lines[0], lines[-1]) == ("job 1/300", "end 200/300")
+    assert len(lines) < 10
+
+
+def test_a_run_with_a_directory_says_how_to_look_at_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = str(tmp_path / "a run")
+    assert main(["train", DIGITS, *SHORT, "--run-dir", directory]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    label, _, said = last.partition("  ")
+    assert (label, said.partition("; ")[0].strip()) == ("run", f"in {directory}")
+    command = said.partition("to look at it: ")[2]
+    assert main(shlex.split(command)[1:]) == 0
+    shown = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    # The same things have the same names and forms as where they were trained.
+    assert main(["report", directory, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert shown["test accuracy"] == f"{100 * summary['metrics']['test_accuracy']:.2f} %"
+    assert shown["final training loss"] == f"{summary['final_loss']:.4f}"
+    assert shown["steps skipped as not finite"] == "0"
+    error = f"{summary['gradient_error']:.1e} of the norm, to one device"
+    assert shown["largest gradient difference"] == error
+    assert shown["collectives per step"] == "1 all-reduce"
+    assert shown["bytes synced per step"].startswith("4840 (4.7 KiB)")
+    assert not {"num skipped", "gradient error", "metrics", "collectives in loop"} & set(shown)
 
 
 def test_json_is_one_object_on_stdout_and_nothing_else() -> None:
@@ -242,7 +281,8 @@ def test_checkpoints_need_an_extra_of_their_own(tmp_path: Path) -> None:
     done = run_process("-c", code)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "jaxsync: jaxsync.list_checkpoints needs the package 'orbax-checkpoint', which is not installed.\n"
+        "jaxsync: jaxsync train with checkpoints (--checkpoints, train.checkpoint_dir) needs the package "
+        "'orbax-checkpoint', which is not installed.\n"
         "To fix it: pip install 'jaxsync[checkpoint]'\n"
     )
 
@@ -292,7 +332,7 @@ def test_resume_without_checkpoints_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", DIGITS, "--resume"]) == 2
-    assert "wanted the directory to resume from (--checkpoints DIR)" in capsys.readouterr().err
+    assert "--resume needs --checkpoints DIR (train.checkpoint_dir)" in capsys.readouterr().err
     assert main(["train", DIGITS, "--resume", "--checkpoints", str(tmp_path / "none")]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"jaxsync: No checkpoint could be loaded from {tmp_path / 'none'}: ")
@@ -416,6 +456,7 @@ def test_tune_gives_one_json_object_and_no_bar() -> None:
         "num_devices",
         "platform",
         "steps_per_round",
+        "spread",
         "candidates",
     ]
     assert [each["label"] for each in result["candidates"]] == ["default", "fuse_max_bytes = 0"]
@@ -451,6 +492,7 @@ RESULT = TuneResult(
     ),
     best=2,
     steps_per_round=9,
+    spread=0.1,
     num_devices=8,
     platform="cpu",
 )
@@ -477,6 +519,16 @@ def test_the_report_of_tune_says_that_the_default_is_best() -> None:
     assert "\n# default is best: none takes 2.0 % less time beyond the noise.\n[sync]\n" in report
     alone = dataclasses.replace(RESULT, best=0, measurements=RESULT.measurements[:1])
     assert "\n# default is best: all candidates make the same buckets.\n[sync]\n" in format_tune_result(alone)
+
+
+def test_the_report_of_tune_says_that_the_machine_was_busy() -> None:
+    report = format_tune_result(dataclasses.replace(RESULT, best=0, spread=0.713))
+    assert report.partition("#\n")[2].startswith(
+        "# default is best: none takes 2.0 % less time beyond the noise.\n"
+        "# The machine was busy: the middle half of the rounds of default differ by 71.3 %.\n"
+        "# Step times would be others on an idle machine, and small gains may be hidden: run again when it "
+        "is idle, or with more --repeats.\n[sync]\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,14 @@ import jaxsync.testing
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [DOCS / "quick-start.md", *sorted(DOCS.glob("concepts/*.md")), *sorted(DOCS.glob("how-to/*.md"))]
+PAGES = [
+    DOCS / "quick-start.md",
+    *(
+        page
+        for folder in ("concepts", "how-to", "coming-from")
+        for page in sorted(DOCS.glob(f"{folder}/*.md"))
+    ),
+]
 
 # A Python block, and the text block right after it, if there is one, which is what it prints. A block with a
 # title is a file of the reader's own.

@@ -144,8 +144,8 @@ def test_the_report_has_each_fact_and_each_finding() -> None:
     lines = [line.split(maxsplit=1) for line in text.splitlines()[:-2]]
     assert [*lines[:2], lines[2][1]] == [["devices", "8 cpu (cpu)"], ["cores", "2"], "threads  16"]
     assert (
-        "extra train   without rich\nextra a       installed\nextra b       not installed\nPJRT_NPROC    16\n"
-        in text
+        "extra train   without rich: pip install 'jaxsync[train]'\nextra a       installed\n"
+        "extra b       not installed: pip install 'jaxsync[b]'\nPJRT_NPROC    16\n" in text
     )
     assert text.endswith("\n\nall is well")
     finding = Finding(level="note", what="it rains", fix="take an umbrella")

@@ -50,6 +50,19 @@ EXAMPLES = [
         "To fix it: see help(jaxsync.make_train_step) for what each argument is, and their order.",
     ),
     (
+        errors.ArgumentError(
+            function="TrainStep",
+            argument="state",
+            got="a dict",
+            wanted="what step.init made",
+            before="state = step.init(params)",
+        ),
+        TypeError,
+        "TrainStep got state = a dict; wanted what step.init made.\n"
+        "To fix it: first state = step.init(params); see help(jaxsync.TrainStep.__call__) for what each "
+        "argument is, and their order.",
+    ),
+    (
         errors.MissingExtraError(feature="jaxsync train", package="optax", extra="train"),
         ImportError,
         "jaxsync train needs the package 'optax', which is not installed.\n"
@@ -99,14 +112,46 @@ EXAMPLES = [
         "plugin for it. For simulated devices: JAX_PLATFORMS=cpu, and jaxsync.simulate_devices(8).",
     ),
     (
+        errors.DeviceCountError(asked=16, found=8, platform="platform cpu", simulated=8),
+        RuntimeError,
+        "The mesh needs 16 devices; JAX has 8 (platform cpu), since jaxsync.simulate_devices(8) was called.\n"
+        "To fix it: make a smaller mesh; or restart the process (in Jupyter: the kernel), and simulate as "
+        "many as the largest mesh needs: jaxsync.simulate_devices(16).",
+    ),
+    (
         errors.MeshError(
-            mesh="data=8", problems=("SyncConfig.axis names 'd', which the mesh does not have",)
+            mesh="data=8", problems=("axis 'data' has size 4 where sync_gradients is called, 8 in the plan",)
         ),
         ValueError,
         "The mesh (data=8) does not fit.\n"
-        "  - SyncConfig.axis names 'd', which the mesh does not have\n"
+        "  - axis 'data' has size 4 where sync_gradients is called, 8 in the plan\n"
         "To fix it: give the mesh named axes of one or more devices, make the plan for the mesh it runs on, "
         "and name the axes that carry the batch in SyncConfig(axis=...).",
+    ),
+    (
+        errors.MeshError(
+            mesh="batch=8",
+            problems=("SyncConfig.axis names 'data', which the mesh does not have",),
+            axes=("batch",),
+            missing=("data",),
+        ),
+        ValueError,
+        "The mesh (batch=8) does not fit.\n"
+        "  - SyncConfig.axis names 'data', which the mesh does not have\n"
+        'To fix it: make_plan(..., config=SyncConfig(axis="batch")), or call the axis of the mesh "data".',
+    ),
+    (
+        errors.MeshError(
+            mesh="x=4, y=2",
+            problems=("SyncConfig.axis names 'data', which the mesh does not have",),
+            axes=("x", "y"),
+            missing=("data",),
+        ),
+        ValueError,
+        "The mesh (x=4, y=2) does not fit.\n"
+        "  - SyncConfig.axis names 'data', which the mesh does not have\n"
+        'To fix it: make_plan(..., config=SyncConfig(axis="x")) (or whichever of "x", "y" carries the '
+        'batch), or give the mesh an axis "data".',
     ),
     (
         errors.RegistrationError(leaves=(("['act']", "function"),)),
@@ -159,6 +204,13 @@ EXAMPLES = [
         "Under plain jit on a sharded batch, gradients are global already and need no sync.",
     ),
     (
+        errors.UnboundAxisError(function="sync_gradients", axes=("data",), bound=("batch",)),
+        NameError,
+        "sync_gradients reduces over 'data', which is not bound here; bound: 'batch'.\n"
+        "To fix it: call the axis 'data' here too, as in jax.pmap(axis_name=...) or in the mesh of "
+        "jax.shard_map; or make the plan for 'batch': the axis of its mesh, and SyncConfig(axis=...).",
+    ),
+    (
         errors.AlreadyReducedError(leaves=("['w']",), axes=("data",)),
         ValueError,
         "1 gradient is already reduced over 'data': to reduce again would multiply by the number of "
@@ -187,9 +239,11 @@ EXAMPLES = [
         "or wrap the communication in jax.custom_vjp with the backward rule you mean.",
     ),
     (
-        errors.LossError(got="float32[4]", wanted="a real float scalar loss"),
+        errors.LossError(
+            function="loss_fn (example.py:8)", got="float32[4]", wanted="a real float scalar loss"
+        ),
         ValueError,
-        "loss_fn returned float32[4]; wanted a real float scalar loss.\n"
+        "loss_fn (example.py:8) returned float32[4]; wanted a real float scalar loss.\n"
         "To fix it: return a real scalar, the mean over this device's rows. weighted=True: (loss, weight); "
         "has_aux=True: (loss, aux), or ((loss, weight), aux) with both.",
     ),
@@ -222,10 +276,10 @@ EXAMPLES = [
         "jnp.copy(x).",
     ),
     (
-        errors.BatchError(leaves=(("['x']", "(9, 3)", "9 rows are no multiple of it"),), divisor=8),
+        errors.BatchError(leaves=(("['x']", "(9, 3)", "9 rows are no multiple of 8"),), divisor=8),
         ValueError,
         "The batch cannot be divided into 8 equal parts (devices x accumulate).\n"
-        "  - batch['x'] (9, 3): 9 rows are no multiple of it\n"
+        "  - batch['x'] (9, 3): 9 rows are no multiple of 8\n"
         "To fix it: give every batch leaf the same number of rows, a multiple of 8; to keep all rows, pad "
         "the last batch and give the padding weight 0 with weighted=True.",
     ),
@@ -278,6 +332,17 @@ EXAMPLES = [
         "  - grads['w']\n"
         "To fix it: hand over each gradient once a step: add up several backward passes before, and end a "
         "step with client.submit_sync_collective(device).",
+    ),
+    (
+        errors.DuplicateError(
+            function="register_sync_parameters", device="TFRT_CPU_1", step=3, leaves=("['w']",)
+        ),
+        ValueError,
+        "register_sync_parameters: TFRT_CPU_1 had handed over gradients of step 3; its announcement comes "
+        "before the first of them.\n"
+        "  - grads['w']\n"
+        "To fix it: announce once a step, before the first gradient of the device; its next step begins "
+        "after client.submit_sync_collective(device).",
     ),
     (
         errors.SubmissionError(device="TFRT_CPU_1", problems=("grads['w'] has shape (3,); wanted (2,)",)),
@@ -334,6 +399,16 @@ EXAMPLES = [
         "0.212 s  launch     2",
     ),
     (
+        errors.SyncTimeoutError(step=3, timeout_s=15.0, owed=()),
+        TimeoutError,
+        "Step 3 was not complete after 15 s.\n"
+        "  - every device of this process has synced: a launched program did not finish; if it runs over "
+        "several processes, another one may not have come to it\n"
+        "To fix it: see that every process makes the same calls, with the same leaves, in the same order. "
+        "With SyncConfig(timeout_s=...) above the collective_timeout_s of jaxsync.initialize, the processes "
+        "can find out first in what they do not agree.",
+    ),
+    (
         errors.TicketTimeoutError(what_for="the sync of TFRT_CPU_0", timeout_s=0.5),
         TimeoutError,
         "No answer to the sync of TFRT_CPU_0 within 0.5 s; the ticket is still pending.\n"
@@ -386,6 +461,13 @@ EXAMPLES = [
         "  - num_processes = 0: wanted 1 or more\n"
         "To fix it: correct what is listed above; `jaxsync launch --help` says what each option is: "
         "`jaxsync launch -n 4 -- python train.py`.",
+    ),
+    (
+        errors.InitializationError(reason="it was not called", is_launched=True),
+        RuntimeError,
+        "jaxsync.initialize: it was not called.\n"
+        "To fix it: add jaxsync.initialize() at the top of the script, before anything makes an array or "
+        "lists devices; jaxsync launch has set the rest.",
     ),
     (
         errors.InitializationError(
@@ -543,19 +625,32 @@ EXAMPLES = [
         "loop. jax.config.update('jax_explain_cache_misses', True) tells what was new.",
     ),
     (
-        errors.LeakError(leaks=("thread 'device-1' still runs",)),
+        errors.LeakError(
+            leaks=("thread 'device-1' still runs: work (test_training.py:8)",),
+            kinds=("threads",),
+            others=("tickets", "arrays"),
+        ),
         AssertionError,
         "The test left 1 thing behind.\n"
+        "  - thread 'device-1' still runs: work (test_training.py:8)\n"
+        "To fix it: join each thread. If it rightly stays, leave that check out, in pyproject.toml: "
+        'jaxsync_leak_checks = ["tickets", "arrays"].',
+    ),
+    (
+        errors.LeakError(leaks=("array float32[2] on TFRT_CPU_0", "thread 'device-1' still runs")),
+        AssertionError,
+        "The test left 2 things behind.\n"
+        "  - array float32[2] on TFRT_CPU_0\n"
         "  - thread 'device-1' still runs\n"
-        "To fix it: let every device sync, wait for its ticket, join each thread, and keep no array in a "
-        "global. If something else keeps it rightly, leave that check out: jaxsync_leak_checks = threads "
-        "tickets.",
+        "To fix it: let every device sync and wait for its ticket; join each thread; keep no array in a "
+        "global. If it rightly stays, leave these checks out, in pyproject.toml: jaxsync_leak_checks = [].",
     ),
     (
         errors.MeshMarkError(mesh="data=4, model=4", asked=16, found=8, platform="cpu"),
         AssertionError,
         "The mark mesh(data=4, model=4) needs 16 devices; JAX has 8 (cpu).\n"
-        "To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = 16 in pytest's configuration.",
+        'To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = "16" in pytest\'s '
+        "configuration.",
     ),
     (
         errors.TooFewDevicesError(
@@ -564,8 +659,8 @@ EXAMPLES = [
         AssertionError,
         "sync_mesh is on 1 device; wanted 2 or more, and one device shows nothing: no reduction can be wrong "
         "there.\n"
-        "To fix it: run pytest --jaxsync-devices=8, or set jaxsync_devices = 8 in pytest's configuration, "
-        "and use all devices; or, if so few are meant, mark the test with mesh(data=1).",
+        'To fix it: run pytest --jaxsync-devices=8, or set jaxsync_devices = "8" in pytest\'s '
+        "configuration, and use all devices; or, if so few are meant, mark the test with mesh(data=1).",
     ),
     (
         errors.FaultMissedError(faults=("Drop of sync by device 1 in step 3",)),
@@ -657,6 +752,20 @@ def test_an_error_survives_a_journey(error: errors.JaxsyncError, travel: object)
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert vars(arrived) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "travel",
+    [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
+    ids=["pickle", "copy", "deep"],
+)
+def test_the_notes_of_an_error_travel_with_it(travel: object) -> None:
+    error = errors.NotRegisteredError(function="submit_gradient_sync")
+    error.add_note("in worker 3")
+    arrived = travel(error)  # type: ignore[operator]
+    arrived.add_note("of job 7")
+    assert arrived.__notes__ == ["in worker 3", "of job 7"]
+    assert error.__notes__ == ["in worker 3"]
 
 
 def test_eight_places_are_shown_and_the_rest_counted() -> None:

@@ -126,7 +126,7 @@ def test_three_rows_over_four_devices_are_refused_and_not_run_on_three() -> None
         step = jaxsync.make_train_step(
             lambda p, x: p["w"] * x.mean(), optax.sgd(0.1), jaxsync.make_plan(W, mesh), transform=transform
         )
-        with pytest.raises(jaxsync.errors.BatchError, match="3 rows are no multiple of it"):
+        with pytest.raises(jaxsync.errors.BatchError, match="3 rows are no multiple of 4"):
             step(step.init(W), np.ones(3, np.float32))
 
 

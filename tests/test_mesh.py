@@ -67,7 +67,10 @@ def test_a_platform_that_cannot_start_is_named(run_python, platform: str, proble
 def test_too_few_devices_are_counted() -> None:
     with pytest.raises(DeviceCountError) as caught:
         make_mesh({"data": 8, "model": 2})
-    assert (caught.value.asked, caught.value.found) == (16, 8)
+    assert (caught.value.asked, caught.value.found, caught.value.simulated) == (16, 8, 8)
+    with pytest.raises(DeviceCountError) as caught:
+        make_mesh({"data": 8}, devices=jax.devices()[:4])
+    assert (caught.value.found, caught.value.simulated) == (4, 0)
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -1}, {"data": True}, {"data": 2.0}])

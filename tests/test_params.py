@@ -103,37 +103,61 @@ def test_a_spec_that_does_not_fit_is_named_with_its_reason(mesh, spec, reason: s
     assert caught.value.leaves[0][3] == reason
 
 
+NT = collections.namedtuple("NT", ["a", "b"])
+NT2 = collections.namedtuple("NT2", ["a", "b"])
+NOTHING = "specs has nothing for it"
+ASTRAY = "specs has it, and the parameters have nothing there"
+NODES = {"v": [jnp.ones(3)], "w": jnp.ones(4), "n": NT(jnp.ones(2), None), "o": None, "e": {}}
+FIT = {"v": P(), "w": P(), "n": P(), "o": None, "e": {}}
+
+
 @pytest.mark.parametrize(
     ("specs", "places"),
     [
+        ({**FIT, "n": NT2(P(), None)}, ["params['n']: specs has an NT2 where the parameters have an NT"]),
+        ({**FIT, "v": (P(),)}, ["params['v']: specs has a tuple where the parameters have a list"]),
+        ({**FIT, "v": [P(), None]}, [f"params['v'][1] with None: {ASTRAY}"]),
+        ({**FIT, "v": []}, [f"params['v'][0] (3,) with no spec: {NOTHING}"]),
+        ({**FIT, "w": {"q": None}}, ["params['w']: specs has a dict where the parameters have a leaf"]),
+        ({**FIT, "o": {}}, ["params['o']: specs has a dict where the parameters have None"]),
+        ({**FIT, "x": P("data")}, [f"params['x'] with {P('data')!r}: {ASTRAY}"]),
+        ({**FIT, "x": {"y": P()}}, [f"params['x']: {ASTRAY}"]),
         (
-            {"w": P()},
-            ["params['v'][0] (3,) with no spec: specs has none for this leaf, or for a branch with it"],
-        ),
-        (
-            {"v": P(), "w": P(), "x": P("data")},
-            [f"params['x'] with {P('data')!r}: specs has it where the parameters have no leaf and no branch"],
-        ),
-        (
-            {"v": [P()], "w": {"q": None}},
+            {"v": P(), "n": NT2(P(), None)},
             [
-                "params['w'] (4,) with no spec: specs has none for this leaf, or for a branch with it",
-                "params['w']['q'] with None: specs has it where the parameters have no leaf and no branch",
+                f"params['e'] with no spec: {NOTHING}",
+                "params['n']: specs has an NT2 where the parameters have an NT",
+                f"params['o'] with no spec: {NOTHING}",
+                f"params['w'] (4,) with no spec: {NOTHING}",
             ],
         ),
+        ([P()], ["params: specs has a list where the parameters have a dict"]),
         (
-            {"v": (P(),), "w": P()},
-            [
-                f"params with {{'v': ({P()!r},), 'w': {P()!r}}}: specs is a dict where the parameters are of "
-                "another kind, here or further in"
-            ],
+            collections.OrderedDict(FIT),
+            ["params: specs has an OrderedDict where the parameters have a dict"],
         ),
     ],
 )
 def test_specs_that_are_no_prefix_are_named_where_they_leave_the_tree(mesh, specs, places) -> None:
     with pytest.raises(SpecError) as caught:
-        make_plan({"v": [jnp.ones(3)], "w": jnp.ones(4)}, mesh, specs)
+        make_plan(NODES, mesh, specs)
     assert caught.value.places() == places
+
+
+def test_specs_that_differ_in_order_or_in_a_type_of_one_name_say_so(mesh) -> None:
+    first, second = jnp.ones(2), jnp.ones(3)
+    ordered = collections.OrderedDict
+    with pytest.raises(SpecError) as caught:
+        make_plan(ordered(a=first, b=second), mesh, ordered(b=P(), a=P()))
+    assert caught.value.places() == [
+        "params: specs has an OrderedDict whose static parts, or their order, are not those of the parameters"
+    ]
+    Other = collections.namedtuple("NT", ["a", "b"], module="elsewhere")
+    with pytest.raises(SpecError) as caught:
+        make_plan(NT(first, second), mesh, Other(P(), P()))
+    assert caught.value.places() == [
+        f"params: specs has an NT of elsewhere where the parameters have an NT of {__name__}"
+    ]
 
 
 def test_a_path_that_only_begins_alike_is_no_branch(mesh) -> None:

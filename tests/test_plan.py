@@ -80,8 +80,11 @@ def test_a_plan_is_a_static_argument_that_compiles_once() -> None:
 
 
 def test_a_mesh_without_the_data_axis_is_refused() -> None:
-    with pytest.raises(MeshError, match="names 'data', which the mesh does not have"):
+    with pytest.raises(MeshError, match="names 'data', which the mesh does not have") as caught:
         make_plan(TREE, make_mesh({"batch": 8}))
+    assert 'config=SyncConfig(axis="batch")' in caught.value.fix()
+    with pytest.raises(MeshError, match='or whichever of "x", "y" carries the batch'):
+        make_plan(TREE, make_mesh({"x": 4, "y": 2}))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -107,6 +110,15 @@ def test_arguments_of_another_kind_are_named() -> None:
         make_plan(mesh, TREE)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="config = a dict; wanted a SyncConfig"):
         make_plan(TREE, mesh, None, {"reduce": "sum"})  # type: ignore[arg-type]
+    wanted = "wanted a prefix tree of PartitionSpecs"
+    for specs, text in (
+        (SyncConfig(), f"make_plan got specs = a SyncConfig; {wanted}; pass it as config=."),
+        (mesh, f"make_plan got specs = a Mesh; {wanted}."),
+        ("data", f"make_plan got specs = 'data'; {wanted}."),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            make_plan(TREE, mesh, specs)
+        assert str(caught.value).splitlines()[0] == text
 
 
 def test_a_64_bit_wire_needs_64_bits() -> None:

@@ -42,13 +42,32 @@ def test_the_plugin_can_be_turned_off(pytester: pytest.Pytester) -> None:
     result.stderr.fnmatch_lines("*unrecognized arguments: --jaxsync-devices=2")
 
 
-def test_what_is_no_number_is_refused(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize(("option", "got"), [((), "many"), (("--jaxsync-devices=0",), "0")])
+def test_what_is_no_number_is_refused(pytester: pytest.Pytester, option: tuple[str, ...], got: str) -> None:
     pytester.makeini("[pytest]\njaxsync_devices = many\n")
-    result = pytester.runpytest_subprocess(timeout=LIMIT_S)
+    result = pytester.runpytest_subprocess(*option, timeout=LIMIT_S)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
-        "ERROR: --jaxsync-devices (jaxsync_devices) is 'many': wanted a number such as 8"
+        f"ERROR: --jaxsync-devices (jaxsync_devices) is {got!r}: wanted a number such as 8"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pyproject.toml", '[tool.pytest.ini_options]\njaxsync_devices = "3"\n'),
+        ("pyproject.toml", "[tool.pytest.ini_options]\njaxsync_devices = 3\n"),
+        ("pyproject.toml", '[tool.pytest]\njaxsync_devices = "3"\n'),
+        ("pyproject.toml", "[tool.pytest]\njaxsync_devices = 3\n"),
+        ("pytest.ini", '[pytest]\njaxsync_devices = "3"\n'),
+    ],
+)
+def test_every_file_of_pytest_takes_the_number_of_devices(
+    pytester: pytest.Pytester, name: str, text: str
+) -> None:
+    (pytester.path / name).write_text(text)
+    result = pytester.runpytest_subprocess("--collect-only", timeout=LIMIT_S)
+    result.stdout.fnmatch_lines("jaxsync: 3 simulated devices, jax *")
 
 
 MARKS_AND_FIXTURES = """
@@ -137,12 +156,12 @@ def test_marks_fixtures_and_leaks(pytester: pytest.Pytester) -> None:
     assert re.search(r"^jaxsync: 8 simulated devices, jax \d+\.\d+", output, re.MULTILINE)
     for line in (
         "The mark mesh(data=4, model=4) needs 16 devices; JAX has 8 (cpu).",
-        "To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = 16 in pytest's configuration.",
+        'To fix it: run pytest --jaxsync-devices=16, or set jaxsync_devices = "16" in pytest\'s *',
         "ERROR test_marks_fixtures_and_leaks.py::test_too_few - *",
-        "sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
+        "sync_mesh: got mesh(data='4'); wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
         "The test left 1 thing behind.",
         "  - step 0, in which *0 has synced: *1 has not synced, nor handed over the gradients of [[]'w']",
-        "  - thread 'device-3' still runs",
+        "  - thread 'device-3' still runs: wait (threading.py:*)",
         "  - array float32[[]3[]] on *0, held by test_marks_fixtures_and_leaks.KEPT",
         "FAILED test_marks_fixtures_and_leaks.py::test_that_fails - *",
     ):
@@ -280,7 +299,7 @@ def test_a_failure_shows_the_lines_of_the_test_and_none_of_the_library(pytester:
         "E * 1 injected fault never struck.",
         "E * The test left 1 thing behind.",
         "E * KeyError: 'no such key'",
-        "sync_mesh: wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
+        "sync_mesh: got mesh(4); wanted axes and sizes in the mark, such as mesh(data=4, model=2)",
     ):
         result.stdout.fnmatch_lines(line)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -416,7 +417,7 @@ def test_a_batch_that_cannot_be_divided_is_named(transform, accumulate: int) -> 
     with pytest.raises(BatchError) as caught:
         step(state, {"x": X[:20], "y": Y[:24]})
     assert caught.value.divisor == 8 * accumulate
-    assert caught.value.leaves[0] == ("['x']", "(20, 6)", "20 rows are no multiple of it")
+    assert caught.value.leaves[0] == ("['x']", "(20, 6)", f"20 rows are no multiple of {8 * accumulate}")
     if accumulate == 4:  # 40 rows divide over the devices, and not over their microbatches
         placed = jax.device_put(X[:40], NamedSharding(jaxsync.make_mesh({"data": 8}), P("data")))
         with pytest.raises(BatchError):
@@ -429,6 +430,13 @@ def test_what_is_no_state_is_named_and_an_answer_that_was_not_unpacked_is_known(
     with pytest.raises(ArgumentError) as caught:
         step(PARAMS, batch)
     assert (caught.value.got, caught.value.wanted) == ("a dict", "what step.init made")
+    fix = "first state = step.init(params); see help(jaxsync.TrainStep.__call__) for what each argument is"
+    assert fix in str(caught.value)
+    with pytest.raises(ArgumentError) as caught:
+        step(None, batch)
+    assert caught.value.fix().startswith("see help(jaxsync.TrainStep.__call__)")
+    described = jaxsync.TrainStep.__call__.__doc__
+    assert all(f"\n            {name}: " in described for name in ("state", "batch"))
     state = step(step.init(PARAMS), batch)
     with pytest.raises(
         ArgumentError, match=r"got state = a tuple; wanted the first of the two .* state, metrics = "
@@ -487,6 +495,28 @@ def test_a_loss_that_model_shards_do_not_agree_on_is_refused() -> None:
     with pytest.raises(LossError) as caught:
         step(step.init(PARAMS), BATCH)
     assert caught.value.got == "a loss that differs along ['model']"
+    assert caught.value.function == f"loss_fn (test_step.py:{loss_fn.__code__.co_firstlineno})"
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, lambda fn: functools.partial(fn, power=1)])
+def test_a_loss_that_is_no_scalar_is_named_with_its_place(wrap) -> None:
+    def rows(params: Any, batch: Any, power: int = 2) -> jax.Array:
+        return (forward(params, batch) - batch["y"]).sum(axis=1) ** power
+
+    step = jaxsync.make_train_step(wrap(rows), optax.sgd(0.1), plan_of())
+    line = rows.__code__.co_firstlineno
+    with pytest.raises(LossError, match=rf"^rows \(test_step.py:{line}\) returned float32\[6\]; wanted"):
+        step(step.init(PARAMS), BATCH)
+
+
+def test_a_loss_without_a_place_is_called_what_the_docs_call_it() -> None:
+    class Loss:
+        def __call__(self, params: Any, batch: Any) -> str:
+            return "text"
+
+    step = jaxsync.make_train_step(Loss(), optax.sgd(0.1), plan_of())
+    with pytest.raises(LossError, match=r"^loss_fn returned a str; wanted a real float scalar loss"):
+        step(step.init(PARAMS), BATCH)
 
 
 def test_aux_that_has_no_mean_is_refused() -> None:
@@ -830,3 +860,16 @@ def test_a_launcher_that_speaks_of_several_processes_is_not_ignored(run_python) 
     assert done.returncode == 0, done.stderr
     said = "it was not called, and JAX_NUM_PROCESSES says that this is one of 2 processes"
     assert done.stdout.splitlines()[0] == f"jaxsync.initialize: {said}."
+
+
+@pytest.mark.parametrize("flag", ["donate", "has_aux", "weighted", "skip_nonfinite"])
+def test_what_is_neither_true_nor_false_is_refused(flag: str) -> None:
+    wanted = rf"got {flag} = 'no'; wanted True or False"
+    with pytest.raises(ArgumentError, match=f"^make_train_step {wanted}"):
+        jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of(), **{flag: "no"})
+    if flag in ("has_aux", "weighted"):
+        with pytest.raises(ArgumentError, match=f"^value_and_grad {wanted}"):
+            jaxsync.value_and_grad(loss_fn, plan_of(), **{flag: "no"})
+    step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan_of(), **{flag: np.bool_(False)})
+    with pytest.raises(ArgumentError, match=r"^TrainStep.init got broadcast = 1; wanted True or False"):
+        step.init(PARAMS, broadcast=1)

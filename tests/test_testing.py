@@ -715,12 +715,29 @@ def test_a_step_that_nobody_completes_is_a_leak() -> None:
 
 def test_a_thread_that_still_runs_is_a_leak() -> None:
     ends = threading.Event()
-    thread = threading.Thread(target=ends.wait, name="device-1", daemon=True)
+
+    def work() -> None:
+        ends.wait()
+
+    class Worker(threading.Thread):
+        def run(self) -> None:
+            ends.wait()
+
+    threads = [
+        threading.Thread(target=work, name="device-1", daemon=True),
+        Worker(name="device-2", daemon=True),
+    ]
     with pytest.raises(LeakError) as caught, testing.no_leaks(start):
-        thread.start()
+        [thread.start() for thread in threads]
     ends.set()
-    thread.join()
-    assert caught.value.leaks == ("thread 'device-1' still runs",)
+    for thread in threads:
+        thread.join()
+    lines = [fn.__code__.co_firstlineno for fn in (work, Worker.run)]
+    assert caught.value.leaks == (
+        f"thread 'device-1' still runs: work (test_testing.py:{lines[0]})",
+        f"thread 'device-2' still runs: run (test_testing.py:{lines[1]})",
+    )
+    assert (caught.value.kinds, caught.value.others) == (("threads",), ("tickets", "arrays"))
 
 
 HISTORY: list[Any] = []
@@ -730,6 +747,7 @@ def test_an_array_that_lives_on_is_a_leak_and_its_holder_is_named() -> None:
     with pytest.raises(LeakError) as caught, testing.no_leaks(start) as client:
         HISTORY.append({"loss": sync(client)[0].wait(60)["w"]})
     assert caught.value.leaks == (f"array float32[2] on {CPU[0]}, held by {__name__}.HISTORY",)
+    assert (caught.value.kinds, caught.value.others) == (("arrays",), ("threads", "tickets"))
     kept = lambda: HISTORY  # noqa: E731
     with testing.no_leaks(start, kept=kept):
         HISTORY.append(jnp.ones(3))

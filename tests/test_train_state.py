@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsync
-from jaxsync.errors import DeletedArrayError, TreeMismatchError
+from jaxsync.errors import DeletedArrayError, ReplicaMismatchError, TreeMismatchError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -163,3 +164,58 @@ def test_the_abstract_state_of_sharded_parameters_is_made_on_explicit_meshes() -
         assert x.sharding.shard_shape(x.shape) == y.sharding.shard_shape(y.shape)
     again = jaxsync.make_train_step(lambda p, b: jnp.mean(b @ p["w"]) + p["t"].sum(), tx, plan)
     assert int(again(made, np.ones((16, 3), np.float32))[0].step) == 1  # the structure it has not made itself
+
+
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+def test_replicas_that_differ_are_refused_before_they_train_apart(part: str) -> None:
+    state = make_step().init(PARAMS)
+    sharding = state.params["b"].sharding
+    pieces = [jax.device_put(np.full(3, i == 5, np.float32), d) for i, d in enumerate(jax.devices())]
+    drifted = jax.make_array_from_single_device_arrays((3,), sharding, pieces)
+    adam, *rest = state.opt_state
+    new = {
+        "params": {**PARAMS, "b": drifted},
+        "opt_state": (adam._replace(nu={**adam.nu, "b": drifted}), *rest),
+    }
+    with pytest.raises(ReplicaMismatchError) as caught:
+        state.replace(**{part: new[part]})
+    path = {"params": "state.params['b']", "opt_state": "state.opt_state[0].nu['b']"}[part]
+    first, other = jax.devices()[0], jax.devices()[5]
+    assert caught.value.places() == [f"{path}: {first} and {other} differ"]
+
+
+@pytest.mark.parametrize("where", ["host", "devices"])
+def test_a_pickled_state_goes_on_as_the_other_does(where: str) -> None:
+    plan = jaxsync.make_plan(PARAMS, jaxsync.make_mesh({"data": 8}))
+    for tx in (optax.adam(1e-2), jaxsync.shard_optimizer(optax.adam(1e-2), plan)):
+        step = jaxsync.make_train_step(loss_fn, tx, plan, donate=False)
+        state, _ = step(step.init(PARAMS), X)
+        travels = jax.device_get(state) if where == "host" else state
+        arrived = pickle.loads(pickle.dumps(travels))
+        assert jax.tree.structure(arrived) == jax.tree.structure(state)
+        for got, want in zip(
+            jax.tree.leaves(step(arrived, X)[0]), jax.tree.leaves(step(state, X)[0]), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+            assert got.sharding.is_equivalent_to(want.sharding, want.ndim)
+
+
+def test_a_pickled_plan_is_the_same_and_needs_the_devices_of_its_mesh(run_python, tmp_path) -> None:
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = Mesh(np.array(jax.devices()[::-1]).reshape(4, 2), ("data", "model"), axis_types=(kind, kind))
+        plan = jaxsync.make_plan(PARAMS, mesh)
+        arrived = pickle.loads(pickle.dumps(plan))
+        assert (arrived, arrived.mesh.axis_types) == (plan, mesh.axis_types)
+    abstract = jaxsync.make_plan(PARAMS, mesh.abstract_mesh)
+    assert pickle.loads(pickle.dumps(abstract)) == abstract
+    (tmp_path / "plan").write_bytes(pickle.dumps(plan))
+    code = """
+        import pickle, sys, jaxsync
+        jaxsync.simulate_devices(2)
+        try:
+            pickle.load(open(sys.argv[1], "rb"))
+        except jaxsync.errors.DeviceCountError as error:
+            print(error.what())
+    """
+    done = run_python(code, str(tmp_path / "plan"))
+    assert done.stdout.startswith("The mesh needs 8 devices; JAX has 2 (platform cpu; it has no device of n")

@@ -30,6 +30,7 @@ from jaxsync.checkpoint.store import (
     root_of,
 )
 from jaxsync.errors import ArgumentError, CheckpointMismatchError, CheckpointReadError
+from jaxsync.fork import check_not_forked
 from jaxsync.placement import abstract_params, put
 from jaxsync.plan import SyncPlan
 from jaxsync.step import TrainStep
@@ -53,6 +54,7 @@ def load_checkpoint(
 
     Raises:
         ArgumentError: `step` is something else.
+        ForkedProcessError: The process was forked from one that had started JAX.
         MissingExtraError: Orbax is not installed.
         CheckpointReadError: There is no such checkpoint, or it cannot be read.
         CheckpointMismatchError: Its leaves are not those of the step. Told before any array is read.
@@ -63,6 +65,7 @@ def load_checkpoint(
     jaxsync.errors.ArgumentError: load_checkpoint got step = a NoneType; wanted a TrainStep.
     To fix it: see help(jaxsync.load_checkpoint) for what each argument is, and their order.
     """
+    check_not_forked("load_checkpoint")
     if not isinstance(step, TrainStep):
         got = f"a {type(step).__name__}"
         raise ArgumentError(function="load_checkpoint", argument="step", got=got, wanted="a TrainStep")

@@ -14,9 +14,11 @@ from typing import Any
 
 import jax
 
+from jaxsync.arguments import check_flags
 from jaxsync.checkpoint.contents import INFO, PARTS, make_info, stored_arrays
 from jaxsync.checkpoint.store import first_line, import_orbax, open_writer, root_of
-from jaxsync.errors import ArgumentError, CheckpointWriteError
+from jaxsync.errors import ArgumentError, CheckpointWriteError, ForkedProcessError
+from jaxsync.fork import check_not_forked
 from jaxsync.host.launcher import check_not_deleted
 from jaxsync.train_state import TrainState
 
@@ -57,7 +59,10 @@ class Checkpoint:
 
         Raises:
             CheckpointWriteError: It could not be written.
+            ForkedProcessError: The process was forked while it was being written.
         """
+        if not self.is_done:  # the thread of the save is the parent's
+            check_not_forked("Checkpoint.wait")
         wait_for_futures([self._finished])
         self._is_told = True
         self._finished.result()
@@ -93,6 +98,7 @@ def save_checkpoint(
         ArgumentError: An argument is of another kind; or `state` is traced.
         MissingExtraError: Orbax is not installed.
         DeletedArrayError: The state was donated to a step.
+        ForkedProcessError: The process was forked from one that had started JAX.
         CheckpointWriteError: It cannot be written; or the directory has a checkpoint of this step or a later
             one, which would be the one to go on from.
 
@@ -108,6 +114,8 @@ def save_checkpoint(
     >>> checkpoint.number, int(loaded.step), loaded.params["w"].tolist()
     (1, 1, [-0.5, 0.5, 1.5])
     """
+    check_not_forked("save_checkpoint")
+    check_flags("save_checkpoint", wait=wait)
     _check_save_arguments(state, keep)
     ocp = import_orbax("save_checkpoint")
     root = root_of(directory)
@@ -146,7 +154,8 @@ def settle_pending(root: str) -> None:
     """Before a look at a directory: what was saved is there. An error is left to the next save."""
     with _lock:
         checkpoint = _pending.get(root)
-    if checkpoint is not None:
+    if checkpoint is not None and not checkpoint.is_done:
+        check_not_forked("waiting for a checkpoint")
         wait_for_futures([checkpoint._finished])
 
 
@@ -169,6 +178,8 @@ def _finish_all() -> None:
     for root in list(_pending):
         try:
             _wait_for_pending(root)
+        except ForkedProcessError:
+            pass  # the parent's save, for which the parent waits
         except CheckpointWriteError as error:
             traceback.print_exception(error, file=sys.stderr)
 

@@ -17,9 +17,9 @@ import jax
 
 from jaxsync.checkpoint import list_checkpoints
 from jaxsync.cli.arguments import add_job_arguments
-from jaxsync.extras import import_extra
+from jaxsync.cli.progress import progress_bar
 from jaxsync.plan import SyncPlan
-from jaxsync.report import format_bytes
+from jaxsync.report import figures
 from jaxsync.workloads.job import JobConfig
 from jaxsync.workloads.train import PreparedJob, Progress, TrainResult, prepare_job, run_job
 
@@ -94,7 +94,8 @@ def _run_train(args: argparse.Namespace, job: PreparedJob) -> None:
         bar = stack.enter_context(_progress_bar(config, job.resume or 0)) if has_bar else _ignore
         result = run_job(job, bar)
     if is_first:
-        print(json.dumps(_result_as_json(result)) if args.json else format_result(result))
+        run_dir = config.train.run_dir
+        print(json.dumps(_result_as_json(result)) if args.json else format_result(result, run_dir))
 
 
 def _ignore(progress: Progress) -> None:
@@ -123,52 +124,56 @@ def _own_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress_bar(config: JobConfig, start: int) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr, and what moves it."""
-    feature = "The progress bar of jaxsync train"
-    console = import_extra("rich.console", package="rich", feature=feature).Console(stderr=True)
-    bars = import_extra("rich.progress", package="rich", feature=feature)
-    columns = [
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} steps/s"),
-        bars.TimeRemainingColumn(),
-    ]
-    with bars.Progress(*columns, console=console) as bar:
-        task = bar.add_task(config.workload, total=config.train.steps, completed=start, loss="-", speed="-")
+    """A bar on stderr, or lines, and what moves it."""
+    with progress_bar(
+        config.workload,
+        lambda bars: [
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} steps/s"),
+            bars.TimeRemainingColumn(),
+        ],
+        "{description}  step {completed}/{total}  loss {loss}  {speed} steps/s",
+        feature="The progress bar of jaxsync train",
+        total=config.train.steps,
+        completed=start,
+        loss="-",
+        speed="-",
+    ) as move:
 
-        def move(progress: Progress) -> None:
+        def show(progress: Progress) -> None:
             speed = "-" if progress.steps_per_s is None else f"{progress.steps_per_s:.1f}"
-            bar.update(task, completed=progress.step, loss=f"{progress.loss:.4f}", speed=speed)
+            move(completed=progress.step, loss=f"{progress.loss:.4f}", speed=speed)
 
-        yield move
+        yield show
 
 
-def format_result(result: TrainResult) -> str:
-    """The report of a run: one aligned line a figure."""
+def format_result(result: TrainResult, run_dir: str = "") -> str:
+    """The report of a run: one aligned line a figure.
+
+    Args:
+        result: What came out.
+        run_dir: The directory that `jaxsync report` reads, if the run has one.
+    """
     speed = "-" if result.steps_per_s is None else f"{result.steps_per_s:.1f} (without the first)"
     collectives = str(result.collectives_per_step)
     if result.collectives_in_loop:
-        collectives += f", and {result.collectives_in_loop} in loops, which run more than once"
-    rows = [(name.replace("_", " "), _format_metric(name, value)) for name, value in result.metrics.items()]
+        collectives += f", and {result.collectives_in_loop} {figures.IN_LOOPS}"
+    rows = [(name.replace("_", " "), figures.format_metric(name, x)) for name, x in result.metrics.items()]
     rows += [
-        ("final training loss", f"{result.final_loss:.4f}"),
+        (figures.FINAL_LOSS, f"{result.final_loss:.4f}"),
         ("steps", f"{result.steps} on {result.num_devices} devices"),
-        ("steps skipped as not finite", str(result.num_skipped)),
-        ("steps/s", speed),
-        ("collectives per step", collectives),
-        (
-            "bytes synced per step",
-            f"{result.bytes_synced_per_step} ({format_bytes(result.bytes_synced_per_step)})",
-        ),
-        ("largest gradient difference", f"{result.gradient_error:.1e} of the norm, to one device"),
+        (figures.SKIPPED, str(result.num_skipped)),
+        (figures.SPEED, speed),
+        (figures.COLLECTIVES, collectives),
+        (figures.BYTES_SYNCED, figures.format_bytes_synced(result.bytes_synced_per_step)),
+        (figures.GRADIENT_ERROR, figures.format_gradient_error(result.gradient_error)),
     ]
+    if run_dir:
+        rows.append(("run", f"in {run_dir}; to look at it: {shlex.join(['jaxsync', 'report', run_dir])}"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label.ljust(width)}  {value}" for label, value in rows)
-
-
-def _format_metric(name: str, value: float) -> str:
-    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.3f}"
 
 
 def _result_as_json(result: TrainResult) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxsync.cli.arguments import add_job_arguments
-from jaxsync.extras import import_extra
+from jaxsync.cli.progress import progress_bar
 from jaxsync.report import format_table
 from jaxsync.workloads.tune import (
     DEFAULT_ROUNDS,
@@ -23,7 +23,7 @@ from jaxsync.workloads.tune import (
     check_num_rounds,
     tune_file,
 )
-from jaxsync.workloads.verdict import MIN_GAIN
+from jaxsync.workloads.verdict import MAX_SPREAD, MIN_GAIN
 
 
 def add_parser(commands: Any) -> None:
@@ -65,23 +65,24 @@ def _ignore(progress: TuneProgress) -> None:
 
 @contextlib.contextmanager
 def _tune_bar() -> Iterator[OnProgress]:
-    """A bar on stderr, and what moves it."""
-    feature = "The progress bar of jaxsync tune"
-    console = import_extra("rich.console", package="rich", feature=feature).Console(stderr=True)
-    bars = import_extra("rich.progress", package="rich", feature=feature)
-    columns = [
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TextColumn("{task.description}", markup=False),
-        bars.TimeElapsedColumn(),
-    ]
-    with bars.Progress(*columns, console=console) as bar:
-        task = bar.add_task("getting ready", total=None)
+    """A bar on stderr, or lines, and what moves it."""
+    with progress_bar(
+        "getting ready",
+        lambda bars: [
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.description}", markup=False),
+            bars.TimeElapsedColumn(),
+        ],
+        "{completed}/{total} {description}",
+        feature="The progress bar of jaxsync tune",
+        total=None,
+    ) as move:
 
-        def move(progress: TuneProgress) -> None:
-            bar.update(task, completed=progress.done, total=progress.total, description=progress.doing)
+        def show(progress: TuneProgress) -> None:
+            move(completed=progress.done, total=progress.total, description=progress.doing)
 
-        yield move
+        yield show
 
 
 def format_tune_result(result: TuneResult) -> str:
@@ -91,7 +92,8 @@ def format_tune_result(result: TuneResult) -> str:
     header = ["candidate", "buckets", "step", "compile", "rounds", "ratio to " + default.label]
     rows = [_tune_row(measurement, default) for measurement in result.measurements]
     title = f"jaxsync tune on {devices}, {result.steps_per_round} steps a round"
-    comments = [title, *format_table(header, rows).splitlines(), "", *_verdict(result)]
+    table = format_table(header, rows).splitlines()
+    comments = [title, *table, "", *_verdict(result), *_noise(result)]
     lines = [f"# {comment}".rstrip() for comment in comments]
     return "\n".join([*lines, result.measurements[result.best].sync.to_toml().rstrip()])
 
@@ -130,6 +132,17 @@ def _verdict(result: TuneResult) -> list[str]:
     ]
 
 
+def _noise(result: TuneResult) -> list[str]:
+    if result.spread <= MAX_SPREAD:
+        return []
+    return [
+        f"The machine was busy: the middle half of the rounds of {result.measurements[0].label} differ by "
+        f"{_format_percent(result.spread)}.",
+        "Step times would be others on an idle machine, and small gains may be hidden: run again when it is "
+        "idle, or with more --repeats.",
+    ]
+
+
 def _format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
@@ -147,6 +160,7 @@ def _tune_result_as_json(result: TuneResult) -> dict[str, Any]:
         "num_devices": result.num_devices,
         "platform": result.platform,
         "steps_per_round": result.steps_per_round,
+        "spread": result.spread,
         "candidates": [
             {
                 "label": each.label,

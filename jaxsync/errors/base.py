@@ -74,7 +74,8 @@ class JaxsyncError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception pickles as cls(*args); ours are made from keywords only.
         facts = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        return _rebuild, (type(self), facts)
+        notes = getattr(self, "__notes__", None)
+        return _rebuild, (type(self), facts), {"__notes__": list(notes)} if notes else None
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False)

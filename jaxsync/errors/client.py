@@ -79,7 +79,10 @@ class UnknownNameError(JaxsyncError, LookupError):
 
 @error
 class DuplicateError(JaxsyncError, ValueError):
-    """The same registration or gradient twice. Only the caller is told; the first one counts."""
+    """The same registration or gradient twice. Only the caller is told; the first one counts.
+
+    `leaves`: the gradients that came twice; or, of an announcement, those that came before it.
+    """
 
     function: str
     device: str
@@ -87,12 +90,26 @@ class DuplicateError(JaxsyncError, ValueError):
     leaves: tuple[str, ...] = ()
 
     def what(self) -> str:
+        if self._is_announcement and self.leaves:
+            return (
+                f"{self.function}: {self.device} had handed over gradients of step {self.step}; its "
+                "announcement comes before the first of them."
+            )
         return f"{self.function}: {self.device} did that before in step {self.step}."
 
     def places(self) -> Sequence[str]:
         return [f"grads{path}" for path in self.leaves]
 
+    @property
+    def _is_announcement(self) -> bool:
+        return self.function == "register_sync_parameters"
+
     def fix(self) -> str:
+        if self._is_announcement:
+            return (
+                "announce once a step, before the first gradient of the device; its next step begins after "
+                "client.submit_sync_collective(device)."
+            )
         return (
             "hand over each gradient once a step: add up several backward passes before, and end a step "
             "with client.submit_sync_collective(device)."
@@ -208,12 +225,19 @@ class SyncTimeoutError(JaxsyncError, TimeoutError):
         return f"Step {self.step} was not complete after {self.timeout_s:g} s."
 
     def places(self) -> Sequence[str]:
-        return self.owed or ("every device has synced: a launched program did not finish",)
+        return self.owed or (
+            "every device of this process has synced: a launched program did not finish; if it runs over "
+            "several processes, another one may not have come to it",
+        )
 
     def fix(self) -> str:
         text = (
             "see that every device reaches client.submit_sync_collective in every step; if one is only slow, "
             "raise SyncConfig(timeout_s=...)."
+            if self.owed
+            else "see that every process makes the same calls, with the same leaves, in the same order. With "
+            "SyncConfig(timeout_s=...) above the collective_timeout_s of jaxsync.initialize, the processes "
+            "can find out first in what they do not agree."
         )
         return f"{text}\nThe last events:\n{self.events}" if self.events else text
 

@@ -41,18 +41,25 @@ class ConfigError(JaxsyncError, ValueError):
 
 @error
 class ArgumentError(JaxsyncError, TypeError, ValueError):
-    """An argument that is of another kind than it should be, or has a value that cannot be meant."""
+    """An argument that is of another kind than it should be, or has a value that cannot be meant.
+
+    `before`: the call that makes the argument of what was passed, if one does.
+    """
 
     function: str
     argument: str
     got: str
     wanted: str
+    before: str = ""
 
     def what(self) -> str:
         return f"{self.function} got {self.argument} = {self.got}; wanted {self.wanted}."
 
     def fix(self) -> str:
-        return f"see help(jaxsync.{self.function}) for what each argument is, and their order."
+        # The class of a callable says how it is made; what it takes is said where it is called.
+        name = f"{self.function}.__call__" if self.function == "TrainStep" else self.function
+        text = f"see help(jaxsync.{name}) for what each argument is, and their order."
+        return f"first {self.before}; {text}" if self.before else text
 
 
 @error

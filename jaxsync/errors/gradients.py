@@ -10,15 +10,24 @@ from jaxsync.report.text import format_count
 
 @error
 class UnboundAxisError(JaxsyncError, NameError):
-    """A collective was asked for where its mesh axis does not exist."""
+    """A collective was asked for where its mesh axis does not exist. `bound`: the axes that do."""
 
     function: str
     axes: tuple[str, ...]
+    bound: tuple[str, ...] = ()
 
     def what(self) -> str:
-        return f"{self.function} reduces over {quote_names(self.axes)}, which is not bound here."
+        bound = f"; bound: {quote_names(self.bound)}" if self.bound else ""
+        return f"{self.function} reduces over {quote_names(self.axes)}, which is not bound here{bound}."
 
     def fix(self) -> str:
+        if self.bound:
+            axes, bound = quote_names(self.axes), quote_names(self.bound)
+            return (
+                f"call the axis {axes} here too, as in jax.pmap(axis_name=...) or in the mesh of "
+                f"jax.shard_map; or make the plan for {bound}: the axis of its mesh, and "
+                "SyncConfig(axis=...)."
+            )
         return (
             "call it inside jax.shard_map over the plan's mesh, or inside jax.pmap(axis_name=...). Under "
             "plain jit on a sharded batch, gradients are global already and need no sync."
@@ -94,13 +103,14 @@ class UncheckedModelError(JaxsyncError, ValueError):
 
 @error
 class LossError(JaxsyncError, ValueError):
-    """A loss function that returns something else than it should."""
+    """A loss function that returns something else than it should. `function`: its name and its place."""
 
     got: str
     wanted: str
+    function: str = "loss_fn"
 
     def what(self) -> str:
-        return f"loss_fn returned {self.got}; wanted {self.wanted}."
+        return f"{self.function} returned {self.got}; wanted {self.wanted}."
 
     def fix(self) -> str:
         return (

@@ -30,7 +30,7 @@ class RegistrationError(JaxsyncError, ValueError):
 
 @error
 class SpecError(JaxsyncError, ValueError):
-    """A PartitionSpec that does not fit its leaf or the mesh. `leaves`: path, shape, spec, reason."""
+    """A PartitionSpec that does not fit leaf, mesh or tree. `leaves`: path, shape, spec, reason of each."""
 
     leaves: tuple[tuple[str, str, str, str], ...]
 
@@ -38,11 +38,9 @@ class SpecError(JaxsyncError, ValueError):
         return f"{format_count(len(self.leaves), 'partition spec does', 'partition specs do')} not fit."
 
     def places(self) -> Sequence[str]:
-        places = ((f"params{path}", shape, "with", spec) for path, shape, spec, _ in self.leaves)
-        reasons = (reason for *_, reason in self.leaves)
         return [
-            f"{' '.join(filter(None, place))}: {reason}"
-            for place, reason in zip(places, reasons, strict=True)
+            f"{' '.join(filter(None, (f'params{path}', shape, spec and f'with {spec}')))}: {reason}"
+            for path, shape, spec, reason in self.leaves
         ]
 
     def fix(self) -> str:
@@ -75,15 +73,16 @@ class DataShardedError(JaxsyncError, ValueError):
 
 @error
 class ReplicaMismatchError(JaxsyncError, ValueError):
-    """Replicas of one array that hold different values. `leaves`: path and the two devices."""
+    """Replicas of one array that hold different values. `leaves`: path in `tree`, and the two devices."""
 
     leaves: tuple[tuple[str, str, str], ...]
+    tree: str = "params"
 
     def what(self) -> str:
         return f"The replicas of {format_count(len(self.leaves), 'array', 'arrays')} hold different values."
 
     def places(self) -> Sequence[str]:
-        return [f"params{path}: {first} and {second} differ" for path, first, second in self.leaves]
+        return [f"{self.tree}{path}: {first} and {second} differ" for path, first, second in self.leaves]
 
     def fix(self) -> str:
         return (

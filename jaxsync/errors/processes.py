@@ -10,10 +10,14 @@ from jaxsync.errors.base import JaxsyncError, error
 
 @error
 class InitializationError(JaxsyncError, RuntimeError):
-    """`jaxsync.initialize` was called too late, twice, or with arguments that do not make a job."""
+    """`jaxsync.initialize` was called too late, twice, or with arguments that do not make a job; or not.
+
+    `is_launched`: it was not, under `jaxsync launch`.
+    """
 
     reason: str
     problems: tuple[str, ...] = ()
+    is_launched: bool = False
 
     def what(self) -> str:
         return f"jaxsync.initialize: {self.reason}."
@@ -22,6 +26,11 @@ class InitializationError(JaxsyncError, RuntimeError):
         return self.problems
 
     def fix(self) -> str:
+        if self.is_launched:
+            return (
+                "add jaxsync.initialize() at the top of the script, before anything makes an array or lists "
+                "devices; jaxsync launch has set the rest."
+            )
         return (
             "call jaxsync.initialize once, before anything makes an array or lists devices: with one "
             "coordinator_address (a free port on the machine of process 0) and num_processes for all, and a "

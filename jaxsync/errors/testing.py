@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from jaxsync.errors.base import JaxsyncError, error
@@ -98,9 +99,14 @@ class RecompiledError(JaxsyncError, AssertionError):
 
 @error
 class LeakError(JaxsyncError, AssertionError):
-    """What a test left behind. `leaks`: one line each."""
+    """What a test left behind. `leaks`: one line each.
+
+    `kinds`: the checks that found something; `others`: those that found nothing.
+    """
 
     leaks: tuple[str, ...]
+    kinds: tuple[str, ...] = ("tickets", "threads", "arrays")
+    others: tuple[str, ...] = ()
 
     def what(self) -> str:
         return f"The test left {format_count(len(self.leaks), 'thing', 'things')} behind."
@@ -109,9 +115,15 @@ class LeakError(JaxsyncError, AssertionError):
         return self.leaks
 
     def fix(self) -> str:
+        advice = {
+            "tickets": "let every device sync and wait for its ticket",
+            "threads": "join each thread",
+            "arrays": "keep no array in a global",
+        }
+        checks = "that check" if len(self.kinds) == 1 else "these checks"
         return (
-            "let every device sync, wait for its ticket, join each thread, and keep no array in a global. If "
-            "something else keeps it rightly, leave that check out: jaxsync_leak_checks = threads tickets."
+            f"{'; '.join(text for kind, text in advice.items() if kind in self.kinds)}. If it rightly stays, "
+            f"leave {checks} out, in pyproject.toml: jaxsync_leak_checks = {json.dumps(self.others)}."
         )
 
 
@@ -130,8 +142,8 @@ class MeshMarkError(JaxsyncError, AssertionError):
 
     def fix(self) -> str:
         return (
-            f"run pytest --jaxsync-devices={self.asked}, or set jaxsync_devices = {self.asked} in pytest's "
-            "configuration."
+            f"run pytest --jaxsync-devices={self.asked}, or set jaxsync_devices = "
+            f'"{self.asked}" in pytest\'s configuration.'
         )
 
 
@@ -152,7 +164,7 @@ class TooFewDevicesError(JaxsyncError, AssertionError):
     def fix(self) -> str:
         devices = max(self.wanted, 8)
         return (
-            f"run pytest --jaxsync-devices={devices}, or set jaxsync_devices = {devices} in pytest's "
+            f'run pytest --jaxsync-devices={devices}, or set jaxsync_devices = "{devices}" in pytest\'s '
             f"configuration, and use all devices; or, if so few are meant, {self.allow}."
         )
 

@@ -11,7 +11,6 @@ takes no harm from 2,000 launches; the window stays while 0.10 is supported.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import types
 from collections import deque
@@ -21,9 +20,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from jaxsync.errors import AliasedArrayError, DeletedArrayError, DispatchError, ForkedProcessError
+from jaxsync.errors import AliasedArrayError, DeletedArrayError, DispatchError
+from jaxsync.fork import check_not_forked
 from jaxsync.host.peers import peer_error
-from jaxsync.host.recorder import note
+from jaxsync.host.recorder import Noted, is_noting, note
+from jaxsync.host.together import Together
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,28 +51,36 @@ class Launcher:
         self._owner: int | None = None  # written by the thread that holds the lock; read by any
         self._in_flight: deque[Witness] = deque()  # oldest first; guarded by the lock
         self._num_launched = 0  # guarded by the lock
-        self._pid: int | None = None  # the process of the first launch; written once
+        self._together = Together()  # guarded by the lock; empty unless events are noted
 
     @property
     def num_in_flight(self) -> int:
         """How many launched programs have not been awaited. For reports: it may be old when read."""
         return len(self._in_flight)
 
-    def launch(self, fn: Callable[[], R], window: int | None, witness: Callable[[R], Witness]) -> R:
+    def launch(
+        self,
+        fn: Callable[[], R],
+        window: int | None,
+        witness: Callable[[R], Witness],
+        *,
+        caller: object | None = None,
+    ) -> R:
         """Calls `fn` with at most `window - 1` programs in flight.
 
         Args:
             fn: Launches one program and returns its outputs.
             window: How many programs may be un-awaited, this one included; None bounds nothing.
             witness: Outputs of `fn` -> what tells when its program has finished.
+            caller: Who launches programs on always the same devices; for the recorded events.
 
         Raises:
-            ForkedProcessError: The process is a forked child of one that has launched.
+            ForkedProcessError: The process was forked from one that had started JAX.
             PeerLostError: Another process broke a collective of this program or of an earlier one.
             DisagreementError: Likewise, since it asks something that this one does not.
             Exception: What `fn` raises; or what an earlier program failed with, before `fn` is called.
         """
-        self._check_fork()
+        check_not_forked("launching a program")
         me = threading.get_ident()
         if self._owner == me:
             return fn()
@@ -81,15 +90,19 @@ class Launcher:
                 if window is not None:
                     self._make_room(window)
                 self._num_launched += 1
-                note("program", step=self._num_launched)  # before it: it may be the last of the process
+                noted = self._note_launch(caller)  # before it: it may be the last of the process
                 result = fn()
-                arrays = witness(result) if window is not None else ()
-                if arrays and not isinstance(arrays[0], jax.core.Tracer):  # else part of another program
+                arrays = witness(result) if window is not None or noted is not None else ()
+                if arrays and isinstance(arrays[0], jax.core.Tracer):  # part of another program
+                    arrays = ()
+                if arrays and window is not None:
                     self._in_flight.append(arrays)
+                self._note_launched(noted, caller, arrays)
                 return result
             except Exception as error:
                 if (lost := peer_error(error)) is not None:
                     raise lost from error
+                self._together.cancel()
                 raise
             finally:
                 self._owner = None
@@ -98,12 +111,12 @@ class Launcher:
         """Waits until every launched program has finished.
 
         Raises:
-            ForkedProcessError: The process is a forked child of one that has launched.
+            ForkedProcessError: The process was forked from one that had started JAX.
             PeerLostError: Another process broke a collective.
             DisagreementError: Likewise, since it asks something that this one does not.
             Exception: What a program failed with.
         """
-        self._check_fork()
+        check_not_forked("launching a program")
         with self._lock:
             try:
                 while self._in_flight:
@@ -113,13 +126,23 @@ class Launcher:
                     raise lost from error
                 raise
 
-    def _check_fork(self) -> None:
-        # A child that was forked before the first launch may start a JAX of its own, so not at import.
-        pid = os.getpid()
-        if self._pid is None:
-            self._pid = pid
-        elif self._pid != pid:  # XLA's threads are not there: the launch would wait for ever
-            raise ForkedProcessError(function="launching a program")
+    def _note_launch(self, caller: object | None) -> Noted | None:
+        if not is_noting():
+            return None
+        self._together.begin(caller)
+        return self._note("program", step=self._num_launched)
+
+    def _note_launched(self, noted: Noted | None, caller: object | None, arrays: Witness) -> None:
+        """Tells more of a launch that is noted, now that its outputs say where it runs."""
+        if noted is not None and jax.process_count() > 1:
+            self._together.end(caller, arrays)
+            self._note("program", instead_of=noted, step=self._num_launched)
+
+    def _note(self, kind: str, *, instead_of: Noted | None = None, **facts: Any) -> Noted | None:
+        """Notes an event, with what this process has launched together with all others, if anything."""
+        if not is_noting():
+            return None
+        return note(kind, instead_of=instead_of, **facts, **self._together.counts())
 
     def _make_room(self, window: int) -> None:
         # A program without a sure witness holds all its outputs, so it is not kept waiting in line.
@@ -129,7 +152,7 @@ class Launcher:
             self._await_oldest()
 
     def _await_oldest(self) -> None:
-        note("await", what=f"the oldest of {len(self._in_flight)} in flight")
+        self._note("await", what=f"the oldest of {len(self._in_flight)} in flight")
         if not _await(self._in_flight.popleft()):
             # Its buffers were donated to a later program, whose end tells of its own: wait for those.
             while self._in_flight:
@@ -206,7 +229,7 @@ class GuardedFunction(Generic[P, R]):
         def witness(outputs: R) -> Witness:
             return find_witness(outputs, (args, kwargs))
 
-        return _LAUNCHER.launch(lambda: fn(*args, **kwargs), self._window, witness)
+        return _LAUNCHER.launch(lambda: fn(*args, **kwargs), self._window, witness, caller=self)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds like a function, so that a method can be guarded."""
@@ -234,7 +257,7 @@ def guard_dispatch(fn: Callable[P, R], max_in_flight: int | None = None) -> Guar
     Raises:
         DispatchError: `max_in_flight` cannot work on this platform.
         DeletedArrayError: When called: an argument was donated before.
-        ForkedProcessError: When called: in a forked child of a process that has launched.
+        ForkedProcessError: When called: in a process that was forked from one that had started JAX.
 
     >>> import jax, jax.numpy as jnp
     >>> step = guard_dispatch(jax.jit(lambda x: x + 1))

@@ -38,6 +38,9 @@ class Event:
         what: The leaf, bucket, callback or failure.
         num_bytes: Bytes reduced, on one device.
         took_s: How long it took.
+        together: When a program was launched, or one is waited for: how many programs that need every process
+            the process had launched by then.
+        finished: How many of these were known to be over.
     """
 
     at_s: float
@@ -47,6 +50,8 @@ class Event:
     what: str = ""
     num_bytes: int | None = None
     took_s: float | None = None
+    together: int | None = None
+    finished: int | None = None
 
 
 _FIELDS = tuple(field.name for field in fields(Event))
@@ -107,14 +112,19 @@ class EventFile:
             self._map = mmap.mmap(file.fileno(), size)
         self._numbers = itertools.count()  # `next` of it is atomic
 
-    def append(self, event: Event) -> None:
-        """Puts an event in place of the oldest. A text that is too long is cut."""
+    def append(self, event: Event) -> int:
+        """Puts an event in place of the oldest, and says where. A text that is too long is cut."""
+        start = next(self._numbers) % _NUM_LINES * _LINE_BYTES
+        self.put(event, start)
+        return start
+
+    def put(self, event: Event, start: int) -> None:
+        """Puts an event where `append` has put another."""
         for size in _WHAT_SIZES:
             cut = event if len(event.what) <= size else replace(event, what=event.what[:size])
             line = json.dumps(event_facts(cut)).encode()
             if len(line) < _LINE_BYTES:
                 break
-        start = next(self._numbers) % _NUM_LINES * _LINE_BYTES
         self._map[start : start + _LINE_BYTES - 1] = line[: _LINE_BYTES - 1].ljust(_LINE_BYTES - 1)
 
 
@@ -145,7 +155,20 @@ def read_events(directory: str | os.PathLike[str], process: int, start_s: float 
     )
 
 
-def note(kind: str, **facts: Any) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """An event in the event file of this process: when it was, and where it is."""
+
+    at_s: float
+    start: int
+
+
+def is_noting() -> bool:
+    """Whether `note` has a file to write to: whether to make facts that take time."""
+    return _directory is not None
+
+
+def note(kind: str, *, instead_of: Noted | None = None, **facts: Any) -> Noted | None:
     """Adds an event to the event file of this process, if the environment names a directory for it.
 
     The time of such an event is `time.monotonic()`, which all processes of a machine share.
@@ -154,10 +177,19 @@ def note(kind: str, **facts: Any) -> None:
 
     Args:
         kind: As for `Event`.
+        instead_of: An earlier event that this one tells more of: it takes its place and its time.
         **facts: Fields of `Event`.
+
+    Returns:
+        The event, for `instead_of`; None if it was not noted.
     """
-    if _directory is not None and (file := _process_file()) is not None:
-        file.append(Event(at_s=round(time.monotonic(), 6), kind=kind, **facts))
+    if _directory is None or (file := _process_file()) is None:
+        return None
+    if instead_of is not None:
+        file.put(Event(at_s=instead_of.at_s, kind=kind, **facts), instead_of.start)
+        return instead_of
+    at_s = round(time.monotonic(), 6)
+    return Noted(at_s=at_s, start=file.append(Event(at_s=at_s, kind=kind, **facts)))
 
 
 # Read once: a look at the environment costs more than all else of a `note` that does nothing.

@@ -192,7 +192,7 @@ def _device_message(state: State, message: Register | Submit | Sync) -> Outcome:
 
 def _register(state: State, index: int, message: Register) -> Outcome:
     if state.steps[index].announced[message.device] is not None:
-        return _refuse(state, "registered")
+        return _refuse(state, "registered", leaves=state.steps[index].submitted[message.device])
     return _announce(state, index, message.device, message.leaves)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from jaxsync.errors import ForkedProcessError, JaxsyncError, TicketTimeoutError, WrongThreadError
+from jaxsync.errors import JaxsyncError, TicketTimeoutError, WrongThreadError
+from jaxsync.fork import check_not_forked
 
 T = TypeVar("T")
 Resolve = Callable[[], T]  # makes the value, or raises, anew for each waiter
@@ -29,7 +29,6 @@ class Ticket(Generic[T]):
         self.what = what
         self._poke = poke  # wakes the loop up, in case its wake-up was lost to an interrupt
         self._is_loop_thread = is_loop_thread
-        self._pid = os.getpid()
         self._resolve: Resolve[T] | None = None  # written once, by whoever answers
         # Held until the answer is there. A bare lock: its acquire can be interrupted and leaves nothing
         # behind, unlike a Condition's or an Event's.
@@ -122,8 +121,7 @@ class Ticket(Generic[T]):
         return self._is_observed
 
     def _check_caller(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedProcessError(function="Ticket.wait")
+        check_not_forked("Ticket.wait")
         if not self.done() and self._is_loop_thread():
             raise WrongThreadError(function=f"waiting for {self.what}")
 

@@ -68,6 +68,11 @@ def is_bound(axis: str) -> bool:
     return True
 
 
+def bound_axes() -> tuple[str, ...]:
+    """The axes that `shard_map` or `pmap` has bound here; those of `vmap` JAX does not tell."""
+    return tuple(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+
+
 def check_axes_bound(plan: SyncPlan, function: str) -> None:
     """Refuses to reduce where the plan's data axes are missing or have another size.
 
@@ -77,7 +82,7 @@ def check_axes_bound(plan: SyncPlan, function: str) -> None:
     """
     unbound = [axis for axis in plan.data_axes if not is_bound(axis)]
     if unbound:
-        raise UnboundAxisError(function=function, axes=tuple(unbound))
+        raise UnboundAxisError(function=function, axes=tuple(unbound), bound=bound_axes())
     sizes = axis_sizes(plan.mesh)
     problems = [
         f"axis {axis!r} has size {lax.axis_size(axis)} where {function} is called, {sizes[axis]} in the plan"

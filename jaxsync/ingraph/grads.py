@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsync.arguments import check_flags
 from jaxsync.buckets import wide_dtype
 from jaxsync.ingraph import reduce
 from jaxsync.ingraph.axes import check_axes_bound, check_not_declared_synced, check_not_reduced
@@ -104,6 +105,7 @@ def value_and_grad(
     (float32 for losses of lower precision); else one more.
 
     Raises:
+        ArgumentError: `has_aux` or `weighted` is no bool.
         LossError: `loss_fn` returns something else.
         UncheckedModelError: `loss_fn` communicates over a model axis without `check_vma`.
         TreeMismatchError: `params` is not the tree of the plan.
@@ -118,6 +120,7 @@ def value_and_grad(
     >>> float(loss[0]), float(grads["w"][0])
     (3.0, 1.5)
     """
+    check_flags("value_and_grad", has_aux=has_aux, weighted=weighted)
 
     def fn(params: Any, *args: Any) -> tuple[Any, Any]:
         check_axes_bound(plan, "value_and_grad")

@@ -19,6 +19,7 @@ from jaxsync.ingraph.gather import gather_leaves, regather
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.shards import spec_cuts
 from jaxsync.plan import SyncPlan
+from jaxsync.report.text import format_function
 
 LossFn = Callable[..., Any]
 
@@ -71,7 +72,8 @@ def local_gradients(
 
     def run(values: Sequence[jax.Array]) -> tuple[jax.Array, tuple[Any, Any]]:
         merged = _replaced(leaves, chosen, values)
-        loss, weight, aux = _split(loss_fn(rebuild(merged), *args), has_aux, weighted)
+        returned = loss_fn(rebuild(merged), *args)
+        loss, weight, aux = _split(returned, has_aux, weighted, name_loss(loss_fn))
         # A loss that was reduced inside loss_fn is each device's own term of the mean all the same.
         [loss] = make_varying([loss], plan.data_axes)
         return loss, (weight, aux)
@@ -127,30 +129,35 @@ def _no_gradient(value: Any) -> Any:
     )
 
 
-def _split(returned: Any, has_aux: bool, weighted: bool) -> tuple[jax.Array, Any, Any]:
+def name_loss(loss_fn: LossFn) -> str:
+    """What an error calls a loss function: its name and where it is written."""
+    return format_function(loss_fn, "loss_fn")
+
+
+def _split(returned: Any, has_aux: bool, weighted: bool, function: str) -> tuple[jax.Array, Any, Any]:
     aux = None
     loss, weight = returned, None
     if has_aux:
-        loss, aux = _pair(loss, "(loss, aux)")
+        loss, aux = _pair(loss, "(loss, aux)", function)
     if weighted:
-        loss, weight = _pair(loss, "(loss, weight)")
-    _check_scalar(loss, "a real float scalar loss", jnp.floating)
+        loss, weight = _pair(loss, "(loss, weight)", function)
+    _check_scalar(loss, "a real float scalar loss", function, jnp.floating)
     if weighted:
-        _check_scalar(weight, "a real scalar weight", jnp.floating, jnp.integer)
+        _check_scalar(weight, "a real scalar weight", function, jnp.floating, jnp.integer)
     return jnp.asarray(loss), weight, aux
 
 
-def _pair(value: Any, wanted: str) -> tuple[Any, Any]:
+def _pair(value: Any, wanted: str, function: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise LossError(got=_describe(value), wanted=f"the pair {wanted}")
+        raise LossError(function=function, got=_describe(value), wanted=f"the pair {wanted}")
     return value[0], value[1]
 
 
-def _check_scalar(value: Any, wanted: str, *kinds: Any) -> None:
+def _check_scalar(value: Any, wanted: str, function: str, *kinds: Any) -> None:
     is_number = isinstance(value, jax.Array | np.ndarray | np.generic | float | int)
     is_kind = is_number and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in kinds)
     if not is_kind or jnp.shape(value) != ():
-        raise LossError(got=_describe(value), wanted=wanted)
+        raise LossError(function=function, got=_describe(value), wanted=wanted)
 
 
 def _describe(value: Any) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxsync.buckets import wide_dtype
 from jaxsync.errors import UnboundAxisError
 from jaxsync.ingraph import reduce
-from jaxsync.ingraph.axes import check_reduced, is_bound
+from jaxsync.ingraph.axes import bound_axes, check_reduced, is_bound
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.packed import is_packed
 from jaxsync.ingraph.shards import is_shard
@@ -74,7 +74,7 @@ def _shard_axes(plan: SyncPlan, index: int, shape: tuple[int, ...]) -> tuple[str
         return ()  # a global array
     unbound = tuple(axis for axis in leaf.spec_axes if not is_bound(axis))
     if unbound and shape == leaf.local_shape:
-        raise UnboundAxisError(function="global_norm", axes=unbound)
+        raise UnboundAxisError(function="global_norm", axes=unbound, bound=bound_axes())
     return tuple(axis for axis in leaf.spec_axes if axis not in unbound)
 
 

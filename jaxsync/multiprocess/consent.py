@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -63,6 +64,9 @@ class Consent:
         plan: The plan.
         mesh: Its mesh.
         options: What else must be the same in every process.
+
+    Raises:
+        MeshError: This process owns no device of the mesh: it could only wait, or fail amid the others.
     """
 
     def __init__(self, plan: SyncPlan, mesh: Mesh, options: Facts) -> None:
@@ -72,6 +76,11 @@ class Consent:
         self._processes = mesh_processes(mesh)
         self._given: set[Hashable] = set()
         self.is_needed = len(self._processes) > 1
+        if (me := jax.process_index()) not in self._processes:
+            axis = json.dumps(mesh.axis_names[0])
+            hint = f"the job has {jax.device_count()}: use {{{axis}: jax.device_count()}}"
+            problem = f"process {me} has no device in the mesh; {hint}"
+            raise MeshError(mesh=format_mesh(mesh), problems=(problem,))
 
     def ask(self, subject: str, facts: Callable[[], Facts], key: Hashable = None) -> None:
         """Returns when all processes have asked the same with the same plan, options and facts.
@@ -81,15 +90,11 @@ class Consent:
         Raises:
             DisagreementError: In every process: in what they differ.
             AbsentProcessError: Names the processes that did not ask.
-            MeshError: This process owns no device of the mesh.
             PeerLostError: The coordinator is gone.
             InitializationError: `jaxsync.initialize` was not called.
         """
         if not self.is_needed or (key is not None and key in self._given):
             return
-        if jax.process_index() not in self._processes:
-            problem = f"process {jax.process_index()} owns none of its devices"
-            raise MeshError(mesh=format_mesh(self._mesh), problems=(problem,))
         more = {**self._options, **facts()}
         agree(
             subject,

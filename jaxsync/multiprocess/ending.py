@@ -62,6 +62,16 @@ class Ending:
         """How many programs it has launched, as it recorded them."""
         return max((event.step or 0 for event in self.events if event.kind == "program"), default=0)
 
+    @property
+    def num_together(self) -> int:
+        """How many programs that need every process it has launched, as it recorded them."""
+        return next((event.together for event in reversed(self.events) if event.together is not None), 0)
+
+    @property
+    def num_finished(self) -> int:
+        """How many of these it knew to be over."""
+        return next((event.finished for event in reversed(self.events) if event.finished is not None), 0)
+
 
 def shell_code(number: int) -> int:
     """The exit code that shells have for a process that a signal ended.

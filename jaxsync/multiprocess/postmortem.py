@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxsync.host.recorder import event_facts, format_events
+from jaxsync.multiprocess.differences import name_processes
 from jaxsync.multiprocess.ending import Ending, shell_code, signal_name
 from jaxsync.multiprocess.standstill import (
     Standstill,
@@ -87,6 +88,8 @@ def _parts(run: Run) -> Iterator[str]:
     yield format_table(
         ["process", "ended by", "at", "the launcher had sent"], [_row(ending) for ending in run.endings]
     )
+    if ended := _ended_for(run):
+        yield ended
     # First who is to be looked at first: only so many processes are shown.
     endings = sorted(run.endings, key=lambda ending: (ending is not first, ending.process not in still))
     for ending in endings:
@@ -127,6 +130,18 @@ def _verdict(run: Run) -> str:
     which = ", ".join(f"process {ending.process} had ended by {ending.cause}" for ending in gone)
     which = which or "which is not known here, but its last output may tell"
     return f"process {first.process} had lost another one ({lost}): {which}."
+
+
+def _ended_for(run: Run) -> str:
+    """Which processes the launcher told to end since another had failed; empty if none."""
+    first = run.first_failure
+    told = sorted(ending.process for ending in run.endings if ending.told)
+    if first is None or run.stopped_by is not None or not told:
+        return ""
+    return (
+        f"The launcher told {name_processes(told)} to end, since process {first.process} had failed: what "
+        f"{'it says' if len(told) == 1 else 'they say'} of SIGINT (KeyboardInterrupt) is no failure."
+    )
 
 
 def _row(ending: Ending) -> list[str]:

@@ -174,7 +174,7 @@ def check_joined() -> None:
     number = os.environ.get("JAX_NUM_PROCESSES", "")
     if number not in ("", "1") and _joined is None and not jax.distributed.is_initialized():
         reason = f"it was not called, and JAX_NUM_PROCESSES says that this is one of {number} processes"
-        raise InitializationError(reason=reason)
+        raise InitializationError(reason=reason, is_launched=JOB in os.environ)
 
 
 def patience_s() -> float:

@@ -93,7 +93,8 @@ def _send(words: np.ndarray[Any, Any], mesh: Mesh) -> np.ndarray[Any, Any]:
     whole = jax.make_array_from_single_device_arrays(
         (leaders.size, len(words)), NamedSharding(leaders, PartitionSpec(_AXIS)), [piece]
     )
-    result = process_launcher().launch(lambda: _sum(leaders)(whole), 1, lambda out: (out,))
+    program = _sum(leaders)
+    result = process_launcher().launch(lambda: program(whole), 1, lambda out: (out,), caller=program)
     return np.asarray(result.addressable_data(0))
 
 

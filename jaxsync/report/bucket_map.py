@@ -120,19 +120,37 @@ def _draw_bucket(index: int, row: BucketRow, box: Box, is_detailed: bool) -> Mar
     about = f"bucket {index}: {leaves}, {format_bytes(row.num_bytes)}, {row.wire} over {row.axes}"
     gap = min(1.5, box.width / 4, box.height / 4)  # tells buckets apart; leaves touch
     inner = Box(x=box.x + gap, y=box.y + gap, width=box.width - 2 * gap, height=box.height - 2 * gap)
+    label = f"{index}: {row.leaves[0].path}" if len(row.leaves) == 1 else f"{index}: {leaves}"
+    shown = svg.shorten(label, inner.width - 8) if inner.height >= _MIN_LABEL_HEIGHT else ""
     parts: list[str] = [
         svg.rect(inner.x, inner.y, inner.width, inner.height, colour, element("title", about))
     ]
     if is_detailed and len(row.leaves) > 1:
-        cells = divide(inner, [leaf.num_bytes for leaf in row.leaves])
-        order = sorted(range(len(cells)), key=lambda number: -row.leaves[number].num_bytes)  # as they lie
-        for number, (leaf, cell) in enumerate((row.leaves[place], cells[place]) for place in order):
-            name = element("title", f"{leaf.path}, {format_bytes(leaf.num_bytes)}\n{about}")
-            # In turn in three shades, so that neighbours are told apart without a line around each.
-            shade = (0.3, 0.0, 0.15)[number % 3]
-            parts.append(svg.rect(cell.x, cell.y, cell.width, cell.height, "#fff", name, opacity=shade))
-    label = f"{index}: {row.leaves[0].path}" if len(row.leaves) == 1 else f"{index}: {leaves}"
-    shown = svg.shorten(label, inner.width - 8)
-    if shown and inner.height >= _MIN_LABEL_HEIGHT:
+        taken = Box(x=inner.x, y=inner.y, width=svg.text_width(shown) + 8, height=_MIN_LABEL_HEIGHT)
+        parts += _draw_leaves(row, inner, taken, about)
+    if shown:
         parts.append(svg.text(inner.x + 4, inner.y + 12, shown, fill=svg.INK))
     return element("g", *parts)
+
+
+def _draw_leaves(row: BucketRow, inner: Box, taken: Box, about: str) -> list[str]:
+    """The leaves of a bucket; where all of its path fits, a leaf has it in its corner, clear of `taken`."""
+    cells = divide(inner, [leaf.num_bytes for leaf in row.leaves])
+    order = sorted(range(len(cells)), key=lambda number: -row.leaves[number].num_bytes)  # as they lie
+    parts: list[str] = []
+    for number, (leaf, cell) in enumerate((row.leaves[place], cells[place]) for place in order):
+        name = element("title", f"{leaf.path}, {format_bytes(leaf.num_bytes)}\n{about}")
+        # In turn in three shades, so that neighbours are told apart without a line around each.
+        shade = (0.3, 0.0, 0.15)[number % 3]
+        parts.append(svg.rect(cell.x, cell.y, cell.width, cell.height, "#fff", name, opacity=shade))
+        parts += _draw_path(leaf.path, cell, taken)
+    return parts
+
+
+def _draw_path(path: str, cell: Box, taken: Box) -> list[Markup]:
+    is_beside = cell.x >= taken.x + taken.width
+    top = cell.y if is_beside else max(cell.y, taken.y + taken.height)
+    has_room = cell.y + cell.height - top >= _MIN_LABEL_HEIGHT
+    if not has_room or svg.text_width(path) > cell.width - 8:
+        return []
+    return [svg.text(cell.x + 4, top + 12, path, fill=svg.INK)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxsync.report import figures
 from jaxsync.report.chart import draw_line
 from jaxsync.report.markup import Markup, element, fragment, join, page, table
 from jaxsync.report.plan_form import plan_markup
@@ -117,26 +118,49 @@ class RunView:
         """The figures of the run, each with its label."""
         speed = "-" if self.steps_per_s is None else f"{self.steps_per_s:.1f}"
         collectives = ", ".join(f"{number} {kind}" for kind, number in self.audit.items()) or "-"
-        synced = f"{self.bytes_per_step} ({format_bytes(self.bytes_per_step)}) a step and device"
+        if in_loop := self._in_loop():
+            collectives += f", of which {in_loop} {figures.IN_LOOPS}"
+        synced = figures.format_bytes_synced(self.bytes_per_step)
         rows = [
             ("run", f"{self.workload}, started {self.started}"),
             ("state", "ended" if self.is_complete else "did not end: stopped, or still running"),
             ("devices", f"{self.num_devices} {self.platform}"),
             ("steps", str(self.num_steps)),
-            ("last loss", f"{self.steps[-1].loss:.4f}" if self.steps else "-"),
-            ("records not finite", str(self.num_not_finite)),
-            ("steps/s", speed),
-            ("bytes synced", f"{synced}, {format_bytes(self.bytes_synced)} in all"),
-            ("collectives", collectives),
+            (
+                figures.FINAL_LOSS if self.is_complete else "last training loss",
+                f"{self.steps[-1].loss:.4f}" if self.steps else "-",
+            ),
+            (figures.SKIPPED, self._skipped()),
+            (figures.SPEED, speed),
+            (figures.BYTES_SYNCED, f"{synced} a device, {format_bytes(self.bytes_synced)} in all"),
+            (figures.COLLECTIVES, collectives),
             ("stalls", str(len(self.stalls))),
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "-"),
         ]
+        return rows + list(self._outcome())
+
+    def _skipped(self) -> str:
+        number = (self.summary or {}).get("num_skipped")
+        if isinstance(number, int):
+            return str(number)
+        # Of a run that did not end, or counts none itself, only this is known.
+        found = self.num_not_finite
+        return f"some, before {found} of {format_count(len(self.steps), 'look')}" if found else "0"
+
+    def _in_loop(self) -> int:
+        number = (self.summary or {}).get("collectives_in_loop")
+        return number if isinstance(number, int) else 0
+
+    def _outcome(self) -> Iterator[tuple[str, str]]:
+        """What the summary adds, each under the name that `jaxsync train` has for it."""
         shown = self._shown()
-        return rows + [
-            (name.replace("_", " "), _value(value))
-            for name, value in (self.summary or {}).items()
-            if name not in shown or shown[name] != value
-        ]
+        for name, value in (self.summary or {}).items():
+            if name == "metrics" and isinstance(value, Mapping):
+                yield from ((_words(key), _metric(key, part)) for key, part in value.items())
+            elif name == "gradient_error" and isinstance(value, float | None):
+                yield figures.GRADIENT_ERROR, figures.format_gradient_error(value)
+            elif name not in shown or shown[name] != value:
+                yield _words(name), _value(value)
 
     def _shown(self) -> dict[str, Any]:
         """What the figures say already, under the names that a summary has for it."""
@@ -148,7 +172,9 @@ class RunView:
             "final_loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
             "steps_per_s": self.steps_per_s,
             "bytes_synced_per_step": self.bytes_per_step,
-            "collectives_per_step": sum(self.audit.values()),
+            "collectives_per_step": sum(self.audit.values()) - self._in_loop(),
+            "collectives_in_loop": self._in_loop(),
+            "num_skipped": (self.summary or {}).get("num_skipped"),
         }
 
     def to_page(self) -> str:
@@ -234,7 +260,17 @@ def _stalls(stalls: Sequence[str]) -> Markup:
     return join(parts or [element("p", "none")])
 
 
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _metric(name: str, value: Any) -> str:
+    return figures.format_metric(name, value) if isinstance(value, float) else _value(value)
+
+
 def _value(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_value(part)}" for name, part in value.items())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -246,5 +282,5 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             rows += _flat(value, f"{prefix}{key}.")
         else:
-            rows.append((f"{prefix}{key}", str(value)))
+            rows.append((f"{prefix}{key}", "-" if value is None or value == "" else str(value)))
     return rows

@@ -74,6 +74,11 @@ def line(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 0.2) ->
     return element("line", stroke="currentColor", stroke_opacity=opacity, **points)
 
 
+def text_width(content: str) -> float:
+    """About how many pixels a line of text takes."""
+    return _CHAR_WIDTH * len(content)
+
+
 def shorten(content: str, width: float) -> str:
     """What of a text fits into `width` pixels; nothing if that is too little to tell.
 

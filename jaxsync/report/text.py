@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import types
 from collections.abc import Sequence
+from typing import Any
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -49,3 +53,36 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def format_source(fn: Any) -> str:
+    """Where a function is written, as `example.py:8`; nothing, if it is not a Python function.
+
+    What wraps another one and says so (`jax.jit`, `functools.wraps`, `functools.partial`) is looked through.
+
+    >>> format_source(len), format_source(format_count).split(":")[0]
+    ('', 'text.py')
+    """
+    code = getattr(_unwrap(fn), "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def format_function(fn: Any, default: str) -> str:
+    """The name of a function and where it is written; `default`, if that is not known.
+
+    >>> format_function(len, "loss_fn"), format_function(format_count, "loss_fn").split(":")[0]
+    ('loss_fn', 'format_count (text.py')
+    """
+    source = format_source(fn)
+    return f"{_unwrap(fn).__name__} ({source})" if source else default
+
+
+def _unwrap(fn: Any) -> Any:
+    for _ in range(100):  # a wrapper may say that it wraps itself
+        inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)
+        if inner is None:
+            return fn
+        fn = inner
+    return fn

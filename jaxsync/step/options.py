@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
+from jaxsync.arguments import check_flags
 from jaxsync.errors import ArgumentError, DataShardedError, MeshError
 from jaxsync.ingraph.local import LossFn
 from jaxsync.ingraph.sharded import ShardedOptimizer
@@ -66,6 +67,8 @@ def check_options(options: StepOptions, function: str) -> None:
         if not is_right:
             got = repr(value) if isinstance(value, int | str) else f"a {type(value).__name__}"
             raise ArgumentError(function=function, argument=argument, got=got, wanted=wanted)
+    flags = {name: getattr(options, name) for name in ("donate", "has_aux", "weighted", "skip_nonfinite")}
+    check_flags(function, **flags)
     if transform == "pmap":
         _check_pmap(options, function)
     if isinstance(tx, ShardedOptimizer) and tx.plan != plan:

@@ -15,7 +15,7 @@ from jaxsync.ingraph.axes import declared_synced
 from jaxsync.ingraph.elementwise import choose_layout, state_specs
 from jaxsync.ingraph.gather import gather_params
 from jaxsync.ingraph.grads import Synced, is_finite, sync_local
-from jaxsync.ingraph.local import Local, accumulate, local_gradients
+from jaxsync.ingraph.local import Local, accumulate, local_gradients, name_loss
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.packed import Layout, Packed
 from jaxsync.ingraph.sharded import ShardedOptimizer
@@ -191,10 +191,10 @@ class StepProgram:
             )
 
         local, aux = accumulate(local_fn, microbatches, options.accumulate)
-        _check_aux(aux)
+        _check_aux(aux, name_loss(options.loss_fn))
         cuts = () if self._sharded is None else tuple(cut for cut in self._sharded.cuts if cut is not None)
         synced = sync_local(local, plan, jax.tree.leaves(aux), cuts)
-        _check_loss_is_whole(synced)
+        _check_loss_is_whole(synced, name_loss(options.loss_fn))
         metrics = {"loss": synced.loss, "finite": is_finite(synced, plan)}
         if options.has_aux:
             metrics["aux"] = jax.tree.unflatten(jax.tree.structure(aux), synced.means)
@@ -256,7 +256,7 @@ def _check_updates(updates: Any, trained: Any) -> None:
         raise TreeMismatchError(problems=tuple(problems))
 
 
-def _check_aux(aux: Any) -> None:
+def _check_aux(aux: Any, function: str) -> None:
     wrong = [
         f"aux{jax.tree_util.keystr(path)}, a {x.dtype} array"
         for path, x in jax.tree_util.tree_leaves_with_path(aux)
@@ -264,13 +264,14 @@ def _check_aux(aux: Any) -> None:
     ]
     if wrong:
         wanted = "real float aux, of which the mean over devices is returned"
-        raise LossError(got=", ".join(wrong[:8]), wanted=wanted)
+        raise LossError(function=function, got=", ".join(wrong[:8]), wanted=wanted)
 
 
-def _check_loss_is_whole(synced: Synced) -> None:
+def _check_loss_is_whole(synced: Synced, function: str) -> None:
     axes = sorted(jax.typeof(synced.loss).manual_axis_type.varying)
     if axes:
         raise LossError(
+            function=function,
             got=f"a loss that differs along {axes}",
             wanted="one that all model shards agree on: sum or average it over these axes with jax.lax.psum",
         )

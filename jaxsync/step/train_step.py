@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsync.arguments import check_flags
 from jaxsync.errors import ArgumentError
+from jaxsync.fork import check_not_forked
 from jaxsync.host.launcher import (
     check_not_aliased,
     check_not_deleted,
@@ -112,9 +114,13 @@ class TrainStep:
         Raises:
             TreeMismatchError: `params` is not the tree of the plan.
             ReplicaMismatchError: An array claims to be replicated, and its replicas differ.
+            ForkedProcessError: The process was forked from one that had started JAX.
+            ArgumentError: `broadcast` is no bool.
             DisagreementError: Processes differ in the plan, the step, versions, or in values.
             AbsentProcessError: Processes did not come in time.
         """
+        check_not_forked("step.init")
+        check_flags("TrainStep.init", broadcast=broadcast)
         plan = self.plan
         leaves, _ = match_tree(params, plan, "params")
         check_replicas_equal(params)
@@ -131,12 +137,23 @@ class TrainStep:
         """The next state, and metrics: see `make_train_step`.
 
         Inside another trace (with `transform="shard_map"`) it is part of that program: `lax.scan` over steps.
+
+        Args:
+            state: What `init`, or the call before, returned. With `donate` it is deleted.
+            batch: A pytree of host or device arrays with the global batch as leading dim, a multiple of
+                `plan.num_replicas * accumulate`; a scalar leaf goes to every device.
+
+        Returns:
+            The next state, and metrics: `loss` (scalar, reduced as the gradients are), `finite` (bool
+            scalar), and with `has_aux` `aux`.
+
+        Raises:
+            ArgumentError: `state` is something else.
+            JaxsyncError: What `make_train_step` names as raised when called.
         """
+        check_not_forked("step")
         if not isinstance(state, TrainState):
-            is_pair = isinstance(state, tuple) and any(isinstance(part, TrainState) for part in state)
-            unpacked = "the first of the two that a step returns: state, metrics = step(state, batch)"
-            got, wanted = f"a {type(state).__name__}", unpacked if is_pair else "what step.init made"
-            raise ArgumentError(function="TrainStep", argument="state", got=got, wanted=wanted)
+            raise self._no_state(state)
         rows = jax.tree.leaves(batch)
         if any(isinstance(x, jax.core.Tracer) for x in (state.step, *rows)):
             # Part of another program, such as a scan over steps.
@@ -155,7 +172,19 @@ class TrainStep:
         if kinds is not None:
             self._agreement.on_program(lambda: self._compiled.lower(state, batch), kinds)
         return process_launcher().launch(
-            lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],)
+            lambda: self._run(state, batch), self._window, lambda outputs: (outputs[1]["loss"],), caller=self
+        )
+
+    def _no_state(self, state: Any) -> ArgumentError:
+        is_pair = isinstance(state, tuple) and any(isinstance(part, TrainState) for part in state)
+        unpacked = "the first of the two that a step returns: state, metrics = step(state, batch)"
+        is_params = jax.tree.structure(state) == self.plan.treedef
+        return ArgumentError(
+            function="TrainStep",
+            argument="state",
+            got=f"a {type(state).__name__}",
+            wanted=unpacked if is_pair else "what step.init made",
+            before="state = step.init(params)" if is_params else "",
         )
 
     def _from_host(self, state: TrainState) -> TrainState:
@@ -182,7 +211,12 @@ class TrainStep:
         """The lowered program for these arguments, as `jax.jit(...).lower` gives it.
 
         Arrays, or `ShapeDtypeStruct`s: `step.lower(step.abstract_state(), ...)` needs no memory.
+
+        Raises:
+            BatchError: The batch cannot be divided, or its leaves differ in their rows.
+            ForkedProcessError: The process was forked from one that had started JAX.
         """
+        check_not_forked("step.lower")  # arrays are placed
         return self._compiled.lower(state, self._place(batch))
 
     def abstract_state(self) -> TrainState:
@@ -259,6 +293,7 @@ def make_train_step(
         AbsentProcessError: When called: processes did not come in time.
         PeerLostError: When called: another process broke a collective of this or an earlier step.
         LossError: When called: `loss_fn` returns something else.
+        ForkedProcessError: When called: the process was forked from one that had started JAX.
 
     >>> import jax, jax.numpy as jnp, optax, jaxsync
     >>> params = {"w": jnp.zeros(3)}

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxsync.errors import ArgumentError, GradientMismatchError, ReplicaMismatchError, TooFewDevicesError
+from jaxsync.fork import check_not_forked
 from jaxsync.host.launcher import check_not_deleted
 from jaxsync.ingraph.sharded import ShardedOptimizer, shard_optimizer
 from jaxsync.mesh import axis_sizes
@@ -72,6 +73,7 @@ def assert_matches_single_device(
         TooFewDevicesError: All is right, but on fewer than `min_devices`.
         DeletedArrayError: An array of `params` or `batch` was donated before.
         ArgumentError: `step` is no function.
+        ForkedProcessError: The process was forked from one that had started JAX.
 
     Collectives: those of `step`.
 
@@ -84,6 +86,7 @@ def assert_matches_single_device(
     >>> assert_matches_single_device(loss_fn, params, batch, step)
     """
     __tracebackhide__ = True
+    check_not_forked("testing.assert_matches_single_device")
     check_not_deleted(jax.tree.leaves((params, batch)), {"params": params, "batch": batch})
     truth = SingleDevice(loss_fn, params, batch, then)
     result = _run(step, params, batch, truth)

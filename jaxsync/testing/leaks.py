@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 from jaxsync.client import SyncClient
 from jaxsync.errors import ArgumentError, LeakError
 from jaxsync.host.launcher import process_launcher
+from jaxsync.report.text import format_function
 from jaxsync.testing.blocks import quiet
 
 LEAK_CHECKS = ("threads", "tickets", "arrays")
@@ -73,15 +74,24 @@ def no_leaks(
     try:
         yield client
         chosen = frozenset() if has_failed() else chosen
-        leaks = _tickets(client) if "tickets" in chosen else []
+        leaks = {"tickets": _tickets(client) if "tickets" in chosen else []}
     finally:
         client.close()
     if "threads" in chosen:
-        leaks += _threads(threads)
+        leaks["threads"] = _threads(threads)
     if "arrays" in chosen:
-        leaks += _arrays(arrays, kept())
-    if leaks:
-        raise LeakError(leaks=tuple(leaks))
+        leaks["arrays"] = _arrays(arrays, kept())
+    _raise_if_any(leaks, chosen)
+
+
+def _raise_if_any(leaks: Mapping[str, Sequence[str]], chosen: Collection[str]) -> None:
+    kinds = tuple(kind for kind, lines in leaks.items() if lines)
+    if kinds:
+        raise LeakError(
+            leaks=tuple(line for kind in kinds for line in leaks[kind]),
+            kinds=kinds,
+            others=tuple(kind for kind in LEAK_CHECKS if kind in chosen and kind not in kinds),
+        )
 
 
 def _tickets(client: SyncClient) -> list[str]:
@@ -103,8 +113,15 @@ def _threads(before: set[threading.Thread]) -> list[str]:
             continue
         thread.join(_THREAD_S)
         if thread.is_alive():
-            leaks.append(f"thread {thread.name!r} still runs")
+            work = format_function(_work_of(thread), "")
+            leaks.append(f"thread {thread.name!r} still runs" + f": {work}" * bool(work))
     return leaks
+
+
+def _work_of(thread: threading.Thread) -> Any:
+    """What a thread runs, as far as it says: only `threading` itself has a name for its target."""
+    run = type(thread).run
+    return getattr(thread, "_target", None) if run is threading.Thread.run else run
 
 
 def _arrays(before: Mapping[int, weakref.ref[Any]], kept: Iterable[Any]) -> list[str]:

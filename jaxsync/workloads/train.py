@@ -162,8 +162,11 @@ def find_start(config: TrainConfig, *, resume: bool) -> int | None:
     """
     if not config.checkpoint_dir:
         if resume:
-            raise _checkpoint_dir_error("", "wanted the directory to resume from (--checkpoints DIR)")
+            problem = "--resume needs --checkpoints DIR (train.checkpoint_dir), the run to go on with"
+            raise ConfigError(source="the job", problems=(problem,))
         return None
+    feature = "jaxsync train with checkpoints (--checkpoints, train.checkpoint_dir)"
+    import_extra("orbax.checkpoint", package="orbax-checkpoint", feature=feature, extra="checkpoint")
     there = list_checkpoints(config.checkpoint_dir)
     if is_restart():  # nobody is there to be told; a run that ended after its last step is just evaluated
         return there[-1] if there else None

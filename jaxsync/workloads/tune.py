@@ -23,7 +23,15 @@ from jaxsync.plan import SyncPlan, make_plan
 from jaxsync.reference import importing_from
 from jaxsync.step import TrainStep
 from jaxsync.workloads.subject import Subject, load_subject
-from jaxsync.workloads.verdict import MIN_ROUNDS, Interval, compare, find_best, is_slower, share_error_rate
+from jaxsync.workloads.verdict import (
+    MIN_ROUNDS,
+    Interval,
+    compare,
+    find_best,
+    is_slower,
+    share_error_rate,
+    spread,
+)
 
 # What is tried for each key, the others as they are. Each value is 4 times the one before, or 2 for leaves:
 # closer ones differ by less than can be measured.
@@ -61,7 +69,9 @@ class Measurement:
         sync: The config.
         num_buckets: Buckets of its plan.
         compile_s: Seconds to trace and compile the step.
-        step_s: The median of the rounds, in seconds a step.
+        step_s: Seconds a step: the ratio times those of the first candidate, which has the median of all its
+            rounds. No median of its own: other rounds, or other halves of them, are other times of the
+            machine, and might contradict the ratio.
         num_rounds: Rounds it was timed in; fewer than those of the result if it was clearly slower.
         ratio: The time of a step divided by that of the first candidate, over all rounds it was timed in.
     """
@@ -84,6 +94,7 @@ class TuneResult:
         measurements: One for each candidate; the config to start from is the first.
         best: The index of the best; 0 unless another is faster beyond doubt.
         steps_per_round: Steps of one candidate in one round.
+        spread: How much the rounds of the first candidate differ among themselves; see `verdict.spread`.
         num_devices: Devices of the mesh.
         platform: Theirs.
     """
@@ -91,6 +102,7 @@ class TuneResult:
     measurements: tuple[Measurement, ...]
     best: int
     steps_per_round: int
+    spread: float
     num_devices: int
     platform: str
 
@@ -220,9 +232,10 @@ def tune(
         bench.warm_up()
         times = run_rounds(len(candidates), bench.measure, num_rounds, on_round)
     return TuneResult(
-        measurements=tuple(map(_measurement, candidates, labels, compile_s, times, _ratios(times))),
+        measurements=_measurements(candidates, labels, compile_s, times),
         best=find_best(times),
         steps_per_round=bench.steps_per_round,
+        spread=spread(times[0]),
         num_devices=subject.mesh.size,
         platform=subject.mesh.devices.flat[0].platform,
     )
@@ -241,18 +254,27 @@ def _ratios(times: Sequence[Sequence[float]]) -> list[Interval]:
     return [itself, *(compare(own, times[0], error_rate) for own in times[1:])]
 
 
-def _measurement(
-    candidate: Candidate, label: str, compile_s: float, times: Sequence[float], ratio: Interval
-) -> Measurement:
-    return Measurement(
-        label=label,
-        changes=candidate.changes,
-        sync=candidate.plan.config,
-        num_buckets=len(candidate.plan.buckets),
-        compile_s=compile_s,
-        step_s=statistics.median(times),
-        num_rounds=len(times),
-        ratio=ratio,
+def _measurements(
+    candidates: Sequence[Candidate],
+    labels: Sequence[str],
+    compile_s: Sequence[float],
+    times: Sequence[Sequence[float]],
+) -> tuple[Measurement, ...]:
+    first_s = statistics.median(times[0])
+    return tuple(
+        Measurement(
+            label=label,
+            changes=candidate.changes,
+            sync=candidate.plan.config,
+            num_buckets=len(candidate.plan.buckets),
+            compile_s=to_compile_s,
+            step_s=first_s * ratio.median,
+            num_rounds=len(own),
+            ratio=ratio,
+        )
+        for candidate, label, to_compile_s, own, ratio in zip(
+            candidates, labels, compile_s, times, _ratios(times), strict=True
+        )
     )
 
 

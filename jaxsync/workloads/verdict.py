@@ -20,6 +20,8 @@ _DROP_ERROR_RATE = 0.1
 # on 2 busy cores) came out as much as 9 % faster in the median, and never with an upper bound below 1.02. A
 # gain of less than this, though sure, is not worth a setting.
 MIN_GAIN = 0.02
+# The rounds of one plan (digits, 8 devices, 2 cores that a load of 2 shared) differed by 0.08 to 0.19.
+MAX_SPREAD = 0.25
 # With fewer rounds not even a candidate that wins each of them could win among 15, the most there are.
 MIN_ROUNDS = 10
 
@@ -86,6 +88,21 @@ def compare(times: Sequence[float], default: Sequence[float], error_rate: float)
     """
     ratios = [ours / theirs for ours, theirs in zip(times, default, strict=False)]
     return median_interval(ratios, error_rate)
+
+
+def spread(times: Sequence[float]) -> float:
+    """How much a candidate differs from itself: the middle half of its rounds, as a share of their median.
+
+    Args:
+        times: Seconds, one a round; one or more.
+
+    >>> spread([1.0, 1.0, 2.0, 3.0, 9.0]), spread([1.0])
+    (1.0, 0.0)
+    """
+    if len(times) == 1:
+        return 0.0
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / median
 
 
 def is_slower(times: Sequence[float], default: Sequence[float]) -> bool:

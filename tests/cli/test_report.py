@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def run_dir(tmp_path: Path) -> str:
 
 def test_a_run_is_its_figures_on_stdout(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", run_dir]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["steps"], lines["steps/s"], lines["accuracy"]) == ("5", "4.0", "0.75")
 
 

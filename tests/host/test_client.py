@@ -1183,6 +1183,18 @@ def test_an_unknown_leaf_is_named_and_those_there_are_listed(client) -> None:
     run_step(client)
 
 
+def test_an_announcement_after_a_gradient_is_told_its_place(client) -> None:
+    client.submit_gradient_sync(1, "['w']", gradient(1)["w"])
+    error = error_of(lambda: client.register_sync_parameters(PARAMS, device=1))
+    assert (type(error), error.leaves) == (DuplicateError, ("['w']",))
+    assert "its announcement comes before the first of them" in error.what()
+    client.register_sync_parameters(PARAMS, device=0)
+    error = error_of(lambda: client.register_sync_parameters(PARAMS, device=0))
+    assert (type(error), error.leaves) == (DuplicateError, ())
+    assert error.what().endswith("did that before in step 0.")
+    assert error.fix().startswith("announce once a step, before the first gradient")
+
+
 @pytest.mark.parametrize(
     "again",
     [

@@ -158,7 +158,7 @@ def test_guarded_launches_and_train_steps_are_refused(run_python) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "guarded: launching a program",
-        "train: launching a program",
+        "train: step",
         "0 1.0 0.0",
     ]
 
@@ -212,3 +212,86 @@ def test_a_child_forked_before_jax_started_has_a_client_of_its_own(run_python) -
     done = run_python(program(end), timeout_s=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "[1.5, 1.5]\n[1.5, 1.5]\n0\n"
+
+
+def test_whatever_would_run_jax_is_refused(run_python, tmp_path) -> None:
+    end = """
+        import optax
+        from jaxsync import testing
+
+        def loss_fn(p, batch):
+            return jnp.mean((batch @ p["w"]) ** 2)
+
+        plan = jaxsync.make_plan(params, mesh)
+        train = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), plan)
+        batch = np.ones((4, 3), np.float32)
+        state, _ = train(train.init(params), batch)
+        host = jax.device_get(state)
+        jaxsync.save_checkpoint(directory, state)
+        client = jaxsync.start(mesh)
+        code = refusals({
+            "init": lambda: train.init(params),
+            "train": lambda: train(host, batch),
+            "lower": lambda: train.lower(state, batch),
+            "params": lambda: state.params,
+            "opt_state": lambda: state.opt_state,
+            "replace": lambda: state.replace(params=params),
+            "save": lambda: jaxsync.save_checkpoint(directory, state),
+            "load": lambda: jaxsync.load_checkpoint(directory, train),
+            "match": lambda: testing.assert_matches_single_device(loss_fn, params, batch, train),
+            "replicas": lambda: testing.assert_replicas_equal(state),
+            "audit": lambda: jaxsync.audit(train, state, batch),
+            "start": lambda: jaxsync.start(mesh),
+            "SyncClient": lambda: jaxsync.SyncClient(mesh),
+        })
+        client.close()
+        print(code, jaxsync.list_checkpoints(directory), int(train(state, batch)[0].step))
+    """
+    done = run_python(program(STARTED, f"directory = {str(tmp_path)!r}\n", end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "init: step.init",
+        "train: step",
+        "lower: step.lower",
+        "params: state.params",
+        "opt_state: state.opt_state",
+        "replace: state.replace",
+        "save: save_checkpoint",
+        "load: load_checkpoint",
+        "match: testing.assert_matches_single_device",
+        "replicas: comparing replicas",
+        "audit: audit",
+        "start: start",
+        "SyncClient: SyncClient",
+        "0 (1,) 2",
+    ]
+
+
+def test_jax_that_the_parent_started_by_itself_counts_as_well(run_python) -> None:
+    end = """
+        jnp.zeros(2).block_until_ready()
+        mesh = jaxsync.make_mesh({"data": 2})
+        print(refusals({
+            "SyncClient": lambda: jaxsync.SyncClient(mesh),
+            "guarded": lambda: jaxsync.guard_dispatch(jax.jit(jnp.sin))(1.0),
+        }))
+    """
+    done = run_python(program(end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["SyncClient: SyncClient", "guarded: launching a program", "0"]
+
+
+def test_a_child_forked_before_jax_started_may_start_it_by_itself(run_python) -> None:
+    end = """
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            x = jnp.arange(2.0)
+            print(float(jaxsync.guard_dispatch(jax.jit(jnp.sum))(x)), flush=True)
+            print(refusals({"grandchild": lambda: jaxsync.start(jaxsync.make_mesh({"data": 2}))}), flush=True)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = run_python(program(end), timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["1.0", "grandchild: start", "0", "0"]

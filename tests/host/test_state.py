@@ -307,7 +307,7 @@ REFUSALS: dict[str, tuple[State, Message, Refuse]] = {
     "registered": (after(register(0)), register(0), Refuse(reason="registered")),
     "registered otherwise": (after(register(0)), register(0, A), Refuse(reason="registered")),
     "registered with nothing": (after(register(0, 0)), register(0, 0), Refuse(reason="registered")),
-    "registered by submitting": (after(submit(0, A)), register(0), Refuse(reason="registered")),
+    "registered by submitting": (after(submit(0, A)), register(0), Refuse(reason="registered", leaves=A)),
     "unannounced": (after(register(0, A)), submit(0, BOTH), Refuse(reason="unannounced", leaves=B)),
     "submitted": (after(submit(0, B)), submit(0, BOTH), Refuse(reason="submitted", leaves=B)),
     "submitted, launched": (
@@ -761,7 +761,7 @@ class Model:
         announced = self.announced.get(at, implied)
         handed_over = self.submitted.get(at, set())
         if isinstance(message, Register) and at in self.announced:
-            return [Refuse(reason="registered")]
+            return [refuse("registered", handed_over)]
         if isinstance(message, Submit) and leaves - announced:
             return [refuse("unannounced", leaves - announced)]
         if isinstance(message, Submit) and leaves & handed_over:

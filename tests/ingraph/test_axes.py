@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsync
+from jaxsync.errors import UnboundAxisError
 from jaxsync.ingraph.axes import AxisState, axis_state, is_bound, make_varying, typed_axes
 
 
@@ -78,3 +79,18 @@ def test_making_varying_twice_is_making_varying() -> None:
         return once[0][None]
 
     assert jax.shard_map(look, mesh=mesh, in_specs=P(), out_specs=P("data"))(jnp.float32(2)).shape == (4,)
+
+
+@pytest.mark.parametrize("way", ["pmap", "shard_map"])
+def test_an_axis_that_is_not_bound_is_told_beside_those_that_are(way: str) -> None:
+    plan = jaxsync.make_plan({"w": jnp.zeros(())}, jaxsync.make_mesh({"data": 4}))
+    sync = lambda g: jaxsync.sync_gradients({"w": g.sum()}, plan)  # noqa: E731
+    ways: dict[str, Any] = {
+        "pmap": jax.pmap(sync, axis_name="batch", devices=jax.devices()[:4]),
+        "shard_map": jax.shard_map(
+            sync, mesh=jaxsync.make_mesh({"batch": 4}), in_specs=P("batch"), out_specs=P()
+        ),
+    }
+    with pytest.raises(UnboundAxisError) as caught:
+        ways[way](jnp.arange(4.0))
+    assert (caught.value.axes, caught.value.bound) == (("data",), ("batch",))

@@ -33,11 +33,25 @@ def test_each_side_of_a_difference_is_named_with_its_processes() -> None:
     )
 
 
-def test_what_a_process_leaves_open_is_said_to_be_so() -> None:
+def test_what_a_process_leaves_open_is_no_difference_unless_there_is_no_other() -> None:
     said = {0: {"call": "none", ALL_ELSE: "not asked about"}, 1: {"call": "a step", "leaf": "announced"}}
+    assert find_differences(said) == ("call: none in process 0; a step in process 1",)
+    same = {process: {**facts, "call": "a step"} for process, facts in said.items()}
+    assert find_differences(same) == ("leaf: not asked about in process 0; announced in process 1",)
+
+
+def test_of_different_calls_only_what_is_known_of_all_is_compared() -> None:
+    said = {
+        0: {"call": "number 29", "jax": "0.10", "batch": "float32[12]"},
+        1: {"call": "state.params", "batch": "float32[6]", "value": "1"},
+    }
     assert find_differences(said) == (
-        "call: none in process 0; a step in process 1",
-        "leaf: not asked about in process 0; announced in process 1",
+        "call: number 29 in process 0; state.params in process 1",
+        "batch: float32[12] in process 0; float32[6] in process 1",
+    )
+    assert find_differences({k: {**facts, "call": "init"} for k, facts in said.items()})[1:] == (
+        "batch: float32[12] in process 0; float32[6] in process 1",
+        "value: none in process 0; 1 in process 1",
     )
 
 
@@ -292,11 +306,10 @@ def test_who_waits_for_processes_that_ask_something_is_told_so_and_they_are_told
         "which others never came.|  - leaf a: announced in process 0; none in process 1|"
         "  - leaf c: none in process 0; announced in process 1"
     )
-    assert waiting["gone"] == (
+    assert waiting["gone"].startswith(
         "DisagreementError | The processes do not agree on what follows the parameters: some launched a "
         "program to which others never came.|  - call: none, but a program launched after the agreement on "
-        "the parameters in process 0; the leaves of step 3 in process 1|"
-        "  - leaf b: not asked about in process 0; announced in process 1"
+        "the parameters in process 0; the leaves of step 3 in process 1|To fix it: "
     )
     assert asking["gone"].startswith(
         "AbsentProcessError | 1 of 2 processes did not come to the agreement on the leaves of step 3 within "

@@ -146,3 +146,58 @@ def test_nothing_waits_at_exit_for_a_process_that_never_comes_there(run_job: Cal
     ended = run_job(code, 2, left=(1,), limit_s=30)
     assert ended[0].code == 0
     assert "process 0 ends without the others: process 1 has not ended" in ended[0].err
+
+
+def test_what_a_program_raises_itself_is_no_loss_of_another_process(run_job: Callable[..., Any]) -> None:
+    """Whatever its text, and in a job of several as in a process that is alone."""
+    code = """
+    from jaxsync.host.peers import has_lost_peer
+
+    def fail(error):
+        raise error
+
+    def tell():
+        for error in (
+            TimeoutError("broker: heartbeat timeout"),
+            ConnectionError("db.example:5432: Connection closed by peer"),
+            ValueError("the transport must not be Gloo"),
+        ):
+            try:
+                jaxsync.guard_dispatch(fail)(error)
+            except Exception as raised:
+                print(raised is error, has_lost_peer(), flush=True)
+
+    jaxsync.initialize()
+    tell()
+    """
+    for ended in (*run_job(code, 2), *run_job(code, 1)):
+        assert (ended.code, ended.out) == (0, "True False\n" * 3), ended
+
+
+def test_a_mesh_without_devices_of_a_process_is_refused_there_before_anything_starts(
+    run_job: Callable[..., Any],
+) -> None:
+    code = """
+    jaxsync.simulate_devices(2)
+    jaxsync.initialize()
+    params = {"w": np.zeros(3, np.float32)}
+    mesh = jaxsync.make_mesh({"data": 2}, devices=jax.devices()[:2])
+    plan = jaxsync.make_plan(params, mesh)
+    sgd = type("Sgd", (), {"init": lambda _, p: (), "update": lambda _, g, s, p=None: (g, s)})()
+    for start in (
+        lambda: jaxsync.make_train_step(lambda p, x: (p["w"] * x).sum(), sgd, plan).init(params),
+        lambda: jaxsync.start(mesh).close(),
+    ):
+        try:
+            start()
+            print("fine")
+        except MeshError as error:
+            print(str(error).splitlines()[1].strip())
+    """
+    own, other = run_job(code, 2, before="")
+    assert (own.code, own.out.splitlines()[-2:]) == (0, ["fine", "fine"]), own
+    assert other.code == 0, other
+    assert other.out.splitlines()[-2] == (
+        '- process 1 has no device in the mesh; the job has 4: use {"data": jax.device_count()}'
+    )
+    assert other.out.splitlines()[-1].startswith("- process 1 ")

@@ -81,6 +81,9 @@ def test_the_report_names_the_first_that_failed_and_how_the_others_ended(
         "      1  SIGABRT   T s  nothing\n"
         "      0  SIGINT    T s  SIGINT\n"
         "\n"
+        "The launcher told process 0 to end, since process 1 had failed: what it says of SIGINT "
+        "(KeyboardInterrupt) is no failure.\n"
+        "\n"
         "The last output of process 1:\n"
         "  out of memory\n"
     )

@@ -96,7 +96,7 @@ def test_the_page_of_a_run_has_its_parts(look: Look, run_page: Path) -> None:
     assert seen["headings"] == ["Loss", "Steps per second", "Timeline", "Stalls", "Plan", "Config"]
     assert len(seen["pictures"]) == 4
     lines = [" ".join(line.split()) for line in seen["text"].splitlines()]
-    assert {"state ended", "devices 8 cpu", "steps 40", "collectives 1 all-reduce"} <= set(lines)
+    assert {"state ended", "devices 8 cpu", "steps 40", "collectives per step 1 all-reduce"} <= set(lines)
 
 
 def test_names_that_try_to_be_markup_are_text(look: Look, forms_page: Path) -> None:

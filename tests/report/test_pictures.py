@@ -101,6 +101,18 @@ def test_areas_of_the_map_are_the_bytes_of_the_plan() -> None:
     assert areas[largest] / (760 * 320) == pytest.approx(share, rel=0.02)
 
 
+def test_a_leaf_of_a_shared_bucket_has_its_path_where_there_is_room_for_all_of_it() -> None:
+    sizes = {"a": 6000, "b": 5000, "c": 4000, "a_very_long_name_" * 9: 3000, "tiny": 1}
+    params = {name: jax.ShapeDtypeStruct((size,), "float32") for name, size in sizes.items()}
+    root = parse(jaxsync.make_plan(params, jaxsync.make_mesh({"data": 8})).draw())
+    texts = [text for text in root.iter(f"{SVG}text") if "leaves fused" not in (text.text or "")]
+    assert sorted(text.text or "" for text in texts) == ["0: 5 leaves", "['a']", "['b']", "['c']"]
+    # As far as can be known without a browser, none lies on another.
+    boxes = [(float(text.get("x", 0)), float(text.get("y", 0)), 6.6 * len(text.text or "")) for text in texts]
+    for (x, y, width), (other_x, other_y, other_width) in itertools.combinations(boxes, 2):
+        assert abs(y - other_y) >= 12 or x + width <= other_x or other_x + other_width <= x
+
+
 def test_the_leaves_of_a_bucket_add_up_to_its_bytes() -> None:
     plan = make_plan()
     assert [sum(leaf.num_bytes for leaf in row.leaves) for row in plan.rows.buckets] == [

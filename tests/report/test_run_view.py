@@ -73,10 +73,10 @@ def test_the_page_has_the_figures_of_the_run_and_of_its_plan() -> None:
     read = Cells(view.to_page())
     for label, value in {
         "steps": "30",
-        "last loss": "0.7500",
+        "final training loss": "0.7500",
         "steps/s": "30.0",
-        "bytes synced": "32 (32 B) a step and device, 960 B in all",
-        "collectives": "1 all-reduce",
+        "bytes synced per step": "32 (32 B) a device, 960 B in all",
+        "collectives per step": "1 all-reduce",
         "test accuracy": "0.9375",
         "train.steps": "30",
     }.items():
@@ -102,6 +102,42 @@ def test_a_summary_adds_only_what_is_not_shown_yet() -> None:
     assert make_view(summary={**same, "steps": 29}).figures() == [*before, ("steps", "29")]
     view = make_view(steps=make_steps(2.5, math.nan), summary={"final_loss": None})
     assert [label for label, _ in view.figures()].count("final loss") == 0
+
+
+def test_the_figures_are_called_as_where_they_were_trained() -> None:
+    summary = {
+        "metrics": {"test_accuracy": 0.9861, "bits": 2.0, "note": "a"},
+        "num_skipped": 3,
+        "gradient_error": 1.34e-8,
+        "collectives_per_step": 1,
+        "collectives_in_loop": 2,
+    }
+    view = make_view(steps=make_steps(2.5, math.nan), audit={"all-reduce": 3}, summary=summary)
+    figures = dict(view.figures())
+    assert figures["steps skipped as not finite"] == "3"
+    assert figures["collectives per step"] == "3 all-reduce, of which 2 in loops, which run more than once"
+    added = dict(view.figures()[len(make_view(summary={}).figures()) :])
+    assert added == {
+        "test accuracy": "98.61 %",
+        "bits": "2.000",
+        "note": "a",
+        "largest gradient difference": "1.3e-08 of the norm, to one device",
+    }
+    assert dict(make_view(summary={"gradient_error": None}).figures())["largest gradient difference"] == "-"
+
+
+def test_a_run_that_did_not_end_knows_only_where_steps_were_skipped() -> None:
+    figures = dict(make_view(steps=make_steps(2.5, math.nan, 1.0), summary=None).figures())
+    assert figures["last training loss"] == "1.0000"
+    assert figures["steps skipped as not finite"] == "some, before 1 of 3 looks"
+    assert dict(make_view(summary=None).figures())["steps skipped as not finite"] == "0"
+
+
+def test_what_a_config_leaves_open_is_a_dash() -> None:
+    read = Cells(make_view(config={"a": None, "train": {"checkpoint_dir": "", "resume": 0}}).to_page())
+    shown = {key: read.cells[read.cells.index(key) + 1] for key in ("a", "train.checkpoint_dir")}
+    assert shown == {"a": "-", "train.checkpoint_dir": "-"}
+    assert "train.resume0" in "".join(read.cells)
 
 
 def test_a_path_or_config_of_the_users_is_text_in_the_page() -> None:

@@ -288,7 +288,7 @@ def test_checkpoints_that_do_not_fit_the_run_are_refused_at_once(tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         prepare_job(SMALL, resume=True)
     assert caught.value.problems == (
-        "train.checkpoint_dir = '': wanted the directory to resume from (--checkpoints DIR)",
+        "--resume needs --checkpoints DIR (train.checkpoint_dir), the run to go on with",
     )
     job = with_train(SMALL, checkpoint_dir=str(tmp_path))
     with pytest.raises(CheckpointReadError, match="there is no checkpoint in it"):

@@ -179,6 +179,9 @@ def test_the_result_has_a_measurement_for_each_candidate() -> None:
         assert each.compile_s > 0
         assert each.step_s > 0
         assert 5 <= each.num_rounds <= MIN_ROUNDS
+        # So that no time of the report contradicts its ratio, whichever rounds it was timed in.
+        assert each.step_s == default.step_s * each.ratio.median
+    assert result.spread >= 0
     best = result.measurements[result.best]
     assert best is default or best.ratio.high < 1
     assert [each.doing for each in seen[:2]] == ["compiling default", "compiling fuse_max_bytes = 0"]

@@ -19,6 +19,7 @@ from jaxsync.workloads.verdict import (
     is_slower,
     median_interval,
     share_error_rate,
+    spread,
 )
 
 values = st.lists(st.floats(0.001, 1000), min_size=1, max_size=40)
@@ -84,6 +85,14 @@ def test_a_sure_gain_that_is_too_small_to_matter_is_none() -> None:
     default = noisy(1.0, seed=0)
     assert find_best([default, [(1 - MIN_GAIN / 2) * t for t in default]]) == 0
     assert find_best([default, [(1 - 2 * MIN_GAIN) * t for t in default]]) == 1
+
+
+def test_the_spread_is_that_of_the_middle_half_and_has_no_unit() -> None:
+    times = noisy(0.003, seed=4)
+    low, median, high = np.quantile(times, [0.25, 0.5, 0.75])
+    np.testing.assert_allclose(spread(times), (high - low) / median, rtol=1e-12)
+    np.testing.assert_allclose(spread([1000 * t for t in times]), spread(times), rtol=1e-12)
+    assert spread([1.0] * 19 + [50.0]) == 0  # one slow round is no noise
 
 
 def test_a_single_fast_round_does_not_win() -> None:
