@@ -14,7 +14,13 @@ from jax import lax
 from jaxsync.buckets import wide_dtype
 from jaxsync.errors import LossError
 from jaxsync.ingraph import reduce
-from jaxsync.ingraph.axes import check_typed_communication, make_varying
+from jaxsync.ingraph.axes import (
+    AxisState,
+    axis_state,
+    check_typed_communication,
+    make_varying,
+    typed_axes,
+)
 from jaxsync.ingraph.gather import gather_leaves, regather
 from jaxsync.ingraph.match import match_tree
 from jaxsync.ingraph.shards import spec_cuts
@@ -74,6 +80,8 @@ def local_gradients(
         merged = _replaced(leaves, chosen, values)
         returned = loss_fn(rebuild(merged), *args)
         loss, weight, aux = _split(returned, has_aux, weighted, name_loss(loss_fn))
+        if plan.config.reduce == "sum":
+            _check_own_term(loss, plan, name_loss(loss_fn))
         # A loss that was reduced inside loss_fn is each device's own term of the mean all the same.
         [loss] = make_varying([loss], plan.data_axes)
         return loss, (weight, aux)
@@ -145,6 +153,19 @@ def _split(returned: Any, has_aux: bool, weighted: bool, function: str) -> tuple
     if weighted:
         _check_scalar(weight, "a real scalar weight", function, jnp.floating, jnp.integer)
     return jnp.asarray(loss), weight, aux
+
+
+def _check_own_term(loss: jax.Array, plan: SyncPlan, function: str) -> None:
+    """Refuses a loss that loss_fn has summed, where the types tell: its sum would count it once a device.
+
+    It is differentiated for parameters that vary, so one that does not was reduced, or is a constant.
+    """
+    typed = typed_axes(plan.data_axes)
+    axes = [axis for axis in typed if axis_state(loss, axis, typed) is AxisState.INVARYING]
+    if axes and plan.num_replicas > 1:
+        got = f"a loss that is equal along {', '.join(axes)}: it was reduced there already"
+        wanted = "this device's own term, since reduce='sum' adds these up: without jax.lax.psum or pmean"
+        raise LossError(function=function, got=got, wanted=wanted)
 
 
 def _pair(value: Any, wanted: str, function: str) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_a_loss_reduced_by_the_user_gives_its_own_gradient(way, collective) -> N
     loss, grads = run(way, jaxsync.value_and_grad(loss_fn, plan), plan, W, jnp.arange(4.0))
     truth = 6.0 if collective is jax.lax.psum else 1.5
     assert (float(loss), float(grads["w"])) == (2 * truth, truth)
+
+
+@pytest.mark.parametrize("collective", [jax.lax.psum, jax.lax.pmean])
+def test_a_loss_reduced_by_the_user_is_not_added_up_again(collective) -> None:
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        return collective(jnp.sum(params["w"] * x), "data")
+
+    plan = plan_of(W, reduce="sum")
+    with pytest.raises(LossError) as caught:
+        run("checked", jaxsync.value_and_grad(loss_fn, plan), plan, W, jnp.arange(4.0))
+    assert caught.value.got == "a loss that is equal along data: it was reduced there already"
+    assert re.fullmatch(r"loss_fn \(test_grads\.py:\d+\)", caught.value.function)
 
 
 @pytest.mark.parametrize("way", WAYS)
