@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxsync.collectives import Collective
@@ -64,11 +64,13 @@ def sum_warnings(flow: Flow, synced: frozenset[str] = frozenset()) -> list[Audit
     operands = (value for reduction in flow.reductions for value in reduction.operands)
     carried = any(value.is_given and synced & value.varies for value in operands)
     found = [warning for each in flow.reductions if (warning := _sum_warning(each)) is not None]
-    return [
-        warning
-        for warning in found
-        if not (carried and warning.kind == "equal" and synced.issuperset(warning.axes or ()))
-    ]
+    expected = [each for each in found if each.kind == "equal" and synced.issuperset(each.axes or ())]
+    if carried:
+        return [warning for warning in found if warning not in expected]
+    return [replace(warning, fix=_USE_ROWS) if warning in expected else warning for warning in found]
+
+
+_USE_ROWS = "see that loss_fn uses the rows of its batch: nothing that is synced here depends on them"
 
 
 def _sum_warning(reduction: Reduction) -> AuditWarning | None:

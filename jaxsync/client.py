@@ -324,7 +324,8 @@ class SyncClient:
             self._exchange.callbacks.wait_for_last(timeout)
         self._loop.close()
         if not self._loop.join(max(0.1, deadline - time.monotonic())):
-            raise TimeoutError(f"close: the loop did not end within {timeout:g} s: a callback still runs")
+            what = "a callback still runs, or a call that a signal's handler has interrupted"
+            raise TimeoutError(f"close: the loop did not end within {timeout:g} s: {what}")
         self._finalizer.detach()
         if unseen := self._exchange.callbacks.take_unseen():
             names = tuple(f"{name}: {type(error).__name__}" for name, error in unseen)

@@ -250,6 +250,7 @@ def test_a_leaf_with_a_penalty_alone_is_no_fault_of_a_step_unless_no_leaf_sees_t
     step = jaxsync.make_train_step(loss_fn, optax.sgd(0.1), jaxsync.make_plan(params, mesh))
     audit = jaxsync.audit(step, step.init(params), np.ones((16, 4), np.float32))
     assert kinds(audit) == ([] if uses_rows else [("equal", ("data",))])
+    assert uses_rows or audit.warnings[0].fix.startswith("see that loss_fn uses the rows of its batch")
 
 
 def test_a_model_parallel_train_step_has_no_warning(mesh) -> None:

@@ -1440,7 +1440,8 @@ def test_an_exception_that_leaves_the_with_block_is_not_hidden_by_a_callback_tha
     client.close = functools.partial(client.close, 0.1)
     [left] = in_threads(leave)
     assert left is cause
-    assert cause.__notes__ == ["close: the loop did not end within 0.1 s: a callback still runs"]
+    [note] = cause.__notes__
+    assert note.startswith("close: the loop did not end within 0.1 s: a callback still runs, or a call that ")
     gate.set()
     client.close()
 
