@@ -143,7 +143,7 @@ def _progress_bar(config: JobConfig, start: int) -> Iterator[Callable[[Progress]
     ) as move:
 
         def show(progress: Progress) -> None:
-            speed = "-" if progress.steps_per_s is None else f"{progress.steps_per_s:.1f}"
+            speed = figures.format_speed(progress.steps_per_s)
             move(completed=progress.step, loss=f"{progress.loss:.4f}", speed=speed)
 
         yield show
@@ -156,7 +156,8 @@ def format_result(result: TrainResult, run_dir: str = "") -> str:
         result: What came out.
         run_dir: The directory that `jaxsync report` reads, if the run has one.
     """
-    speed = "-" if result.steps_per_s is None else f"{result.steps_per_s:.1f} (without the first)"
+    speed = figures.format_speed(result.steps_per_s)
+    speed += " (without the first)" if result.steps_per_s is not None else ""
     collectives = str(result.collectives_per_step)
     if result.collectives_in_loop:
         collectives += f", and {result.collectives_in_loop} {figures.IN_LOOPS}"

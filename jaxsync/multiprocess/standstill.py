@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxsync.host.peers import is_late, sign_of_loss
 from jaxsync.multiprocess.ending import Ending, signal_name
+from jaxsync.report import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,4 +100,4 @@ def _state(ending: Ending, first: Ending) -> Iterator[str]:
 
 
 def _count(num_programs: int) -> str:
-    return f"{num_programs} program" if num_programs == 1 else f"{num_programs or 'no'} programs"
+    return format_count(num_programs, "program") if num_programs else "no programs"

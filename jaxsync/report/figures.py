@@ -24,6 +24,15 @@ def format_metric(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.3f}"
 
 
+def format_speed(steps_per_s: float | None) -> str:
+    """Steps a second; None is unknown.
+
+    >>> format_speed(273.66), format_speed(None)
+    ('273.7', '-')
+    """
+    return "-" if steps_per_s is None else f"{steps_per_s:.1f}"
+
+
 def format_bytes_synced(num_bytes: int) -> str:
     """Bytes that each device hands to the collectives of one sync.
 

@@ -116,7 +116,6 @@ class RunView:
 
     def figures(self) -> list[tuple[str, str]]:
         """The figures of the run, each with its label."""
-        speed = "-" if self.steps_per_s is None else f"{self.steps_per_s:.1f}"
         collectives = ", ".join(f"{number} {kind}" for kind, number in self.audit.items()) or "-"
         if in_loop := self._in_loop():
             collectives += f", of which {in_loop} {figures.IN_LOOPS}"
@@ -131,7 +130,7 @@ class RunView:
                 f"{self.steps[-1].loss:.4f}" if self.steps else "-",
             ),
             (figures.SKIPPED, self._skipped()),
-            (figures.SPEED, speed),
+            (figures.SPEED, figures.format_speed(self.steps_per_s)),
             (figures.BYTES_SYNCED, f"{synced} a device, {format_bytes(self.bytes_synced)} in all"),
             (figures.COLLECTIVES, collectives),
             ("stalls", str(len(self.stalls))),
